@@ -1,0 +1,51 @@
+"""Every error a person may meet, in one tree.
+
+    FedQueueError                      exit  whose fault it is, and what helps
+    ├── ConfigError                      2   the user's config or command line: change it
+    ├── DataError                        3   a data file is missing or damaged: fetch it, or point FEDQUEUE_DATA at it
+    ├── TaskError                        4   the user's training code: fix it
+    ├── RunFolderError                   5   a run folder exists already, is missing, or is not one: name another
+    ├── StorageError                     6   the disk is full or not writable: make room, then run again
+    ├── ReplayError                      7   a replay gave other commands than the ledger holds: a bug, or another build
+    └── ProtocolError                   70   ours: a message or a command that must not exist; please report it
+
+Each message is one line that says what is wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FedQueueError(Exception):
+    """The root; `exit_code` is what the command line leaves with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(FedQueueError):
+    exit_code = 2
+
+
+class DataError(FedQueueError):
+    exit_code = 3
+
+
+class TaskError(FedQueueError):
+    exit_code = 4
+
+
+class RunFolderError(FedQueueError):
+    exit_code = 5
+
+
+class StorageError(FedQueueError):
+    exit_code = 6
+
+
+class ReplayError(FedQueueError):
+    exit_code = 7
+
+
+class ProtocolError(FedQueueError):
+    exit_code = 70

@@ -1,0 +1,210 @@
+"""The durable record of a run: one SQLite file with what happened, what was wanted, and what comes of reading both.
+
+Tables: `meta` (config, plan, code version), `events`, `commands`. Views over them: `jobs`, `incarnations`,
+`updates`, `scores`, `models`. An event and its commands are written together or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue.errors import RunFolderError, StorageError
+from fedqueue.messages import Command, Event, body, parse
+
+FILE: Final = "ledger.sqlite"
+FORMAT: Final = 1
+BATCH: Final = 4096  # events a transaction, when the run can simply be made again
+
+_encode = json.JSONEncoder(default=body, separators=(",", ":"), allow_nan=False).encode
+
+_SCHEMA: Final = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL);
+CREATE TABLE commands (
+    seq INTEGER NOT NULL REFERENCES events, place INTEGER NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,
+    PRIMARY KEY (seq, place)) WITHOUT ROWID;
+CREATE INDEX events_of_job ON events (job) WHERE job IS NOT NULL;
+
+CREATE VIEW incarnations AS  -- every start of every job, with what ended it
+SELECT s.job, s.body ->> 'attempt' AS attempt, s.at AS started_at, s.body ->> 'admission_delay' AS admission_delay,
+       s.at - (s.body ->> 'admission_delay') AS eligible_at,
+       s.body -> 'bound' AS bound,
+       (SELECT min(e.at) FROM events e WHERE e.job = s.job AND e.seq > s.seq
+         AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at
+FROM events s WHERE s.kind = 'JobStarted';
+
+CREATE VIEW jobs AS
+SELECT c.job, c.body ->> '$.order.facility' AS facility, c.body ->> '$.order.round' AS round,
+       c.body ->> '$.order.purpose' AS purpose, c.body ->> '$.order.wall_seconds' AS wall_seconds,
+       c.body ->> '$.order.expected_delay' AS expected_delay, c.body ->> '$.order.replaces' AS replaces,
+       o.at AS ordered_at,
+       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'JobSubmitted') AS submitted_at,
+       (SELECT i.started_at FROM incarnations i WHERE i.job = c.job ORDER BY i.attempt DESC LIMIT 1) AS started_at,
+       (SELECT i.admission_delay FROM incarnations i WHERE i.job = c.job ORDER BY i.attempt DESC LIMIT 1)
+           AS admission_delay,
+       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'JobEnded' ORDER BY e.seq DESC LIMIT 1) AS ended_at,
+       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'UpdateArrived' ORDER BY e.seq LIMIT 1)
+           AS arrived_at,
+       (SELECT e.body ->> 'steps_done' FROM events e WHERE e.job = c.job AND e.kind = 'JobEnded'
+         ORDER BY e.seq DESC LIMIT 1) AS steps_done,
+       (SELECT e.body ->> 'reason' FROM events e WHERE e.job = c.job
+         AND e.kind IN ('JobFailed', 'SubmitRefused', 'UpdateRejected') ORDER BY e.seq DESC LIMIT 1) AS failure
+FROM commands c JOIN events o USING (seq) WHERE c.kind = 'SubmitJob';
+
+CREATE VIEW updates AS  -- each update and its one fate
+SELECT c.body ->> '$.facts.job' AS job, c.body ->> '$.facts.attempt' AS attempt, e.at AS settled_at,
+       c.body ->> '$.facts.fate' AS fate, c.body ->> '$.facts.deferred' AS deferred,
+       c.body ->> '$.facts.staleness' AS staleness, c.body ->> '$.facts.weight' AS weight,
+       c.body ->> '$.facts.version' AS version, c.body ->> '$.facts.reason' AS reason
+FROM commands c JOIN events e USING (seq) WHERE c.kind = 'Record' AND c.body ->> 'kind' = 'fate';
+
+CREATE VIEW models AS
+SELECT e.body ->> 'version' AS version, e.at AS ready_at FROM events e WHERE e.kind = 'ModelReady';
+
+CREATE VIEW scores AS
+SELECT e.body ->> 'version' AS version, e.at AS scored_at, e.body ->> '$.metrics.score' AS score,
+       e.body ->> '$.metrics.loss' AS loss
+FROM events e WHERE e.kind = 'ModelScored';
+"""
+
+
+class Ledger:
+    """Writes a new ledger. As a listener it takes each event with its commands."""
+
+    def __init__(self, path: Path, meta: Mapping[str, Any], *, durable: bool = True) -> None:
+        """`durable`: every event is on the disk before its commands are carried out. A simulation, which can be made
+        again from its config, writes in batches instead."""
+        if path.exists():
+            raise RunFolderError(f"{path}: there is a ledger already; name another run folder")
+        self._path = path
+        self._durable = durable
+        self._seq = 0
+        self._events: list[tuple[int, float, str, str | None, str]] = []
+        self._commands: list[tuple[int, int, str, str | None, str]] = []
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            if durable:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+            else:
+                self._db.execute("PRAGMA synchronous = OFF")
+            self._db.executescript(_SCHEMA)
+            facts = {"format": FORMAT, **meta}
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, _encode(v)) for k, v in facts.items()])
+        except sqlite3.Error as error:
+            raise _storage_error(path, error) from None
+
+    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
+        seq = self._seq
+        self._seq = seq + 1
+        self._events.append((seq, event.at, type(event).__name__, _job_of(event), _encode(body(event))))
+        for place, command in enumerate(commands):
+            self._commands.append((seq, place, type(command).__name__, _job_of(command), _encode(body(command))))
+        if self._durable or len(self._events) >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, in one transaction."""
+        try:
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
+            self._db.executemany("INSERT INTO commands VALUES (?, ?, ?, ?, ?)", self._commands)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise _storage_error(self._path, error) from None
+        self._events.clear()
+        self._commands.clear()
+
+    def note(self, key: str, value: Any) -> None:
+        """Put a fact about the run beside its config."""
+        try:
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _encode(value)))
+        except sqlite3.Error as error:
+            raise _storage_error(self._path, error) from None
+
+    def close(self) -> None:
+        self.flush()
+        self._db.close()
+
+    def abandon(self) -> None:
+        """Close without writing what is held: what is on the disk stays."""
+        self._db.close()
+
+
+class LedgerReader:
+    """Reads a ledger, finished or still growing."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise RunFolderError(f"{path.parent}: is not a run folder: it has no {path.name}")
+        self.path = path
+        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        self._db.row_factory = sqlite3.Row
+        try:
+            self.meta = {row["key"]: json.loads(row["value"]) for row in self._db.execute("SELECT * FROM meta")}
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise RunFolderError(f"{path}: is not a ledger: {error}") from None
+        if self.meta.get("format") != FORMAT:
+            found = self.meta.get("format")
+            self._db.close()
+            raise RunFolderError(f"{path}: has format {found}; this build reads format {FORMAT}")
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Ask one of the views, for example `SELECT * FROM jobs`."""
+        return self._db.execute(query, values).fetchall()
+
+    def steps(self) -> Iterator[tuple[Event, list[tuple[str, str]]]]:
+        """Every event in order, with its commands as (kind, JSON)."""
+        commands = self._db.execute("SELECT seq, kind, body FROM commands ORDER BY seq, place")
+        pending = commands.fetchone()
+        for row in self._db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+            wanted: list[tuple[str, str]] = []
+            while pending is not None and pending["seq"] == row["seq"]:
+                wanted.append((pending["kind"], pending["body"]))
+                pending = commands.fetchone()
+            event = parse(row["kind"], json.loads(row["body"]))
+            yield event, wanted  # type: ignore[misc]  # the events table holds events
+
+    def lines(self) -> Iterator[str]:
+        """The journal as JSON lines: each event, then each command it brought."""
+        query = """SELECT seq, -1 AS place, 'event' AS what, kind, at, body FROM events
+                   UNION ALL SELECT c.seq, c.place, 'command', c.kind, e.at, c.body
+                   FROM commands c JOIN events e USING (seq) ORDER BY 1, 2"""
+        for row in self._db.execute(query):
+            head = f'{{"seq":{row["seq"]},"what":"{row["what"]}","kind":"{row["kind"]}"'
+            at = "" if row["what"] == "event" else f',"at":{row["at"]!r}'
+            fields = row["body"][1:] if row["body"] != "{}" else "}"
+            yield f"{head}{at},{fields}" if fields != "}" else f"{head}{at}}}"
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> LedgerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def encode(message: Event | Command) -> str:
+    """A message as the ledger holds it."""
+    return _encode(body(message))
+
+
+def _job_of(message: Any) -> str | None:
+    for owner in ("", "order", "receipt"):
+        part = getattr(message, owner, None) if owner else message
+        job: str | None = getattr(part, "job_id", None)
+        if job is not None:
+            return job
+    return None
+
+
+def _storage_error(path: Path, error: sqlite3.Error) -> StorageError:
+    return StorageError(f"{path}: cannot be written: {error}; what was written stays; make room, then run again")

@@ -1,0 +1,454 @@
+"""What happens (events) and what we want (commands): the only words a strategy hears and says.
+
+Events are past tense and carry `at`, seconds on the run clock. Commands are imperative.
+All are frozen, keyword-only and checked when made, so that nothing inside has to check again.
+
+>>> JobStarted(at=12.5, job_id="aurora/3", attempt=0, admission_delay=2.5).admission_delay
+2.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Final, Literal, TypeVar, dataclass_transform
+
+from fedqueue.errors import ProtocolError
+
+T = TypeVar("T")
+
+JobId = str
+"""Facility plus sequence number, as in "aurora/3"."""
+
+Rule = Literal["add_deltas", "mix_models"]
+"""How updates change a model: w + sum(weight * (trained - base)), or w + sum(weight * (trained - w))."""
+
+Purpose = Literal["train", "warm_up"]
+
+Scaling = Literal["none", "inverse"]
+"""Learning rate against steps: the same for all, or eta_base * E_min / E."""
+
+Scalar = str | int | float | bool | None
+
+RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry"]
+
+Fate = Literal["aggregated", "rejected", "expired", "after_end"]
+"""How an update ends: each has exactly one."""
+
+WALL_TIME: Final = "wall time exceeded"
+"""The reason a driver gives when the scheduler ended a job at its limit: a strategy then asks for more."""
+
+
+def job_id(facility: str, sequence: int) -> JobId:
+    return f"{facility}/{sequence}"
+
+
+def facility_of(job: JobId) -> str:
+    return job.rpartition("/")[0]
+
+
+def sequence_of(job: JobId) -> int:
+    return int(job.rpartition("/")[2])
+
+
+def _bad(message: object, name: str, want: str) -> ProtocolError:
+    return ProtocolError(f"{type(message).__name__}.{name} must be {want}, found {getattr(message, name)!r}")
+
+
+def _seconds(message: object, *names: str) -> None:
+    """Each named field is a finite number of seconds, zero or more."""
+    for name in names:
+        value = getattr(message, name)
+        if not (isfinite(value) and value >= 0):
+            raise _bad(message, name, "finite and 0 or more")
+
+
+def _count(message: object, *names: str) -> None:
+    for name in names:
+        if getattr(message, name) < 0:
+            raise _bad(message, name, "0 or more")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def message(cls: type[T]) -> type[T]:
+    """The shape of every message, and of what messages carry."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+# What messages carry ------------------------------------------------------------------------------------
+
+
+@message
+class Order:
+    """Our request for a job: what to ask of the scheduler. The work itself is an `Assignment`."""
+
+    job_id: JobId
+    facility: str
+    round: int
+    wall_seconds: float  # wall time to request
+    expected_delay: float | None = None  # q-hat when it was ordered; None: nothing was forecast
+    purpose: Purpose = "train"
+    after: JobId | None = None  # chained: eligible when this job has ended
+    replaces: JobId | None = None  # the failed job it stands in for
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.wall_seconds) and self.wall_seconds > 0):
+            raise _bad(self, "wall_seconds", "finite and more than 0")
+        _count(self, "round")
+
+
+@message
+class Assignment:
+    """Which model to start from, how many steps, at which rate, and until when."""
+
+    base_version: int
+    steps: int
+    learning_rate: float
+    train_budget: float | None = None  # stop training after so many seconds (J); None: steps alone decide
+    cutoff: float | None = None  # the cutoff it aims at, run clock; None: it aims at none
+
+    def __post_init__(self) -> None:
+        _count(self, "base_version")
+        if self.steps < 1:
+            raise _bad(self, "steps", "1 or more")
+        if not (isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise _bad(self, "learning_rate", "finite and more than 0")
+        if self.train_budget is not None:
+            _seconds(self, "train_budget")
+
+
+@message
+class Standing:
+    """Work that waits at a facility for a job to start: all that `budget.bind` needs to make an assignment."""
+
+    version: int
+    next_cutoff: float  # run clock; further ones follow every round_length
+    round_length: float
+    steps_per_second: float
+    overhead: float  # seconds of a job that are not training: start-up, hand-in, upload
+    min_steps: int
+    learning_rate: float
+    lr_scaling: Scaling = "none"
+    least_steps: int | None = None  # E_min, for inverse scaling
+
+    def __post_init__(self) -> None:
+        _count(self, "version")
+        _seconds(self, "next_cutoff", "overhead")
+        for name in ("round_length", "steps_per_second", "learning_rate"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise _bad(self, name, "finite and more than 0")
+        if self.min_steps < 1:
+            raise _bad(self, "min_steps", "1 or more")
+
+
+@message
+class Receipt:
+    """What came back with an update, without its tensors."""
+
+    job_id: JobId
+    attempt: int
+    base_version: int
+    steps_done: int
+    train_seconds: float
+    admission_delay: float
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        _count(self, "attempt", "base_version", "steps_done", "samples")
+        _seconds(self, "train_seconds", "admission_delay")
+
+
+# Events -------------------------------------------------------------------------------------------------
+
+
+@message
+class _Event:
+    at: float  # seconds on the run clock
+
+    def __post_init__(self) -> None:
+        _seconds(self, "at")
+
+
+@message
+class RunStarted(_Event):
+    pass
+
+
+@message
+class RunPaused(_Event):
+    """From here the run clock stands still until `RunResumed`."""
+
+
+@message
+class RunResumed(_Event):
+    pass
+
+
+@message
+class CoordinatorResumed(_Event):
+    down_seconds: float  # on the wall clock; the run clock stood still
+
+
+@message
+class FacilityJoined(_Event):
+    facility: str
+
+
+@message
+class FacilityLeft(_Event):
+    """Out of reach. Its jobs may go on, and their results may come when it joins again."""
+
+    facility: str
+
+
+@message
+class FacilityDrained(_Event):
+    """Gets no new job; what it has finishes."""
+
+    facility: str
+
+
+@message
+class ForecastIssued(_Event):
+    """A forecast made beside the driver; it stands in for the facility's own predictor until the next one."""
+
+    facility: str
+    mean: float
+    quantiles: tuple[tuple[float, float], ...]  # (probability, seconds), rising
+    source: str
+
+
+@message
+class JobSubmitted(_Event):
+    job_id: JobId
+    attempt: int = 0
+
+
+@message
+class SubmitRefused(_Event):
+    """The scheduler did not take the job: it does not exist."""
+
+    job_id: JobId
+    reason: str
+    transient: bool
+
+
+@message
+class JobStarted(_Event):
+    job_id: JobId
+    attempt: int
+    admission_delay: float  # start minus eligible
+    bound: Assignment | None = None  # what it took from the standing work, if that is how it got its work
+
+    def __post_init__(self) -> None:
+        _seconds(self, "at", "admission_delay")
+        _count(self, "attempt")
+
+
+@message
+class JobRequeued(_Event):
+    """The scheduler took the job back into its queue; `attempt` is the one that waits now."""
+
+    job_id: JobId
+    attempt: int
+    reason: str
+
+
+@message
+class JobEnded(_Event):
+    job_id: JobId
+    attempt: int
+    steps_done: int
+    train_seconds: float
+
+    def __post_init__(self) -> None:
+        _seconds(self, "at", "train_seconds")
+        _count(self, "attempt", "steps_done")
+
+
+@message
+class JobFailed(_Event):
+    """No update will come of it. Transient: the same again may work. Permanent: someone has to act."""
+
+    job_id: JobId
+    attempt: int
+    reason: str
+    transient: bool
+
+
+@message
+class UpdateArrived(_Event):
+    receipt: Receipt
+
+
+@message
+class UpdateRejected(_Event):
+    """It came, and cannot be used: not finite, wrong names or shapes, forged."""
+
+    job_id: JobId
+    attempt: int
+    reason: str
+
+
+@message
+class ModelReady(_Event):
+    version: int
+
+
+@message
+class AggregateFailed(_Event):
+    version: int
+    reason: str
+
+
+@message
+class ModelScored(_Event):
+    version: int
+    metrics: Mapping[str, float]
+
+
+@message
+class TimerFired(_Event):
+    key: str
+
+
+Event = (
+    RunStarted
+    | RunPaused
+    | RunResumed
+    | CoordinatorResumed
+    | FacilityJoined
+    | FacilityLeft
+    | FacilityDrained
+    | ForecastIssued
+    | JobSubmitted
+    | SubmitRefused
+    | JobStarted
+    | JobRequeued
+    | JobEnded
+    | JobFailed
+    | UpdateArrived
+    | UpdateRejected
+    | ModelReady
+    | AggregateFailed
+    | ModelScored
+    | TimerFired
+)
+
+
+# Commands -----------------------------------------------------------------------------------------------
+
+
+@message
+class SubmitJob:
+    order: Order
+
+
+@message
+class AssignWork:
+    """Binds work to a job when it is ordered."""
+
+    job_id: JobId
+    assignment: Assignment
+
+
+@message
+class PostWork:
+    """Lays work out at a facility, for any of its jobs to bind when it starts. Replaces what was posted."""
+
+    facility: str
+    standing: Standing
+
+
+@message
+class CancelJob:
+    job_id: JobId
+
+
+@message
+class SetTimer:
+    key: str
+    at: float  # run clock
+
+
+@message
+class Share:
+    """How much one update weighs in an aggregation."""
+
+    job_id: JobId
+    attempt: int
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.weight) and self.weight >= 0):
+            raise _bad(self, "weight", "finite and 0 or more")
+
+
+@message
+class Aggregate:
+    """Make `to_version` from `from_version` and these updates, oldest first. No updates: the model stays."""
+
+    from_version: int
+    to_version: int
+    rule: Rule
+    weights: tuple[Share, ...]
+
+
+@message
+class Record:
+    """Something worth knowing later; a driver also frees the tensors of an update whose fate is recorded."""
+
+    kind: RecordKind
+    facts: Mapping[str, Scalar]
+
+
+@message
+class StopRun:
+    reason: str
+
+
+Command = SubmitJob | AssignWork | PostWork | CancelJob | SetTimer | Aggregate | Record | StopRun
+
+
+# To and from JSON ---------------------------------------------------------------------------------------
+
+_KINDS: Final[dict[str, type]] = {cls.__name__: cls for cls in (*Event.__args__, *Command.__args__)}
+_FIELDS: Final[dict[type, tuple[str, ...]]] = {
+    cls: tuple(f.name for f in dataclasses.fields(cls))
+    for cls in (*_KINDS.values(), Order, Assignment, Standing, Receipt, Share)
+}
+_PARTS: Final[dict[str, type]] = {
+    "order": Order,
+    "assignment": Assignment,
+    "bound": Assignment,
+    "standing": Standing,
+    "receipt": Receipt,
+}
+
+
+def body(part: object) -> dict[str, Any]:
+    """The fields of a message or of a part of one: what JSON calls when it meets our types."""
+    return {name: getattr(part, name) for name in _FIELDS[type(part)]}
+
+
+def parse(kind: str, fields: Mapping[str, Any]) -> Event | Command:
+    """The message of this kind with these JSON fields.
+
+    >>> parse("TimerFired", {"at": 10.0, "key": "cutoff/0"})
+    TimerFired(at=10.0, key='cutoff/0')
+    """
+    if kind not in _KINDS:
+        raise ProtocolError(f"unknown message kind {kind!r}")
+    values = dict(fields)
+    for name, part in _PARTS.items():
+        if values.get(name) is not None:
+            values[name] = part(**values[name])
+    if "weights" in values:
+        values["weights"] = tuple(Share(**share) for share in values["weights"])
+    if "quantiles" in values:
+        values["quantiles"] = tuple((float(p), float(q)) for p, q in values["quantiles"])
+    made: Event | Command = _KINDS[kind](**values)
+    return made

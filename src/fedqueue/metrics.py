@@ -1,0 +1,191 @@
+"""The figures of a run, counted as it goes: what `--json` prints and `summary.json` holds.
+
+It listens to the same events and commands as the ledger, and keeps only open jobs, so its memory does not grow
+with the length of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedqueue.messages import (
+    AssignWork,
+    Command,
+    Event,
+    JobEnded,
+    JobFailed,
+    JobId,
+    JobRequeued,
+    JobStarted,
+    ModelReady,
+    ModelScored,
+    PostWork,
+    Record,
+    SubmitJob,
+    SubmitRefused,
+    UpdateArrived,
+    UpdateRejected,
+)
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    submitted_at: float
+    nodes: int
+    held_since: float | None = None
+
+
+class Tally:
+    """Counts what happens. `round_length` (seconds) is what lateness is measured against."""
+
+    def __init__(self, *, round_length: float, nodes: Mapping[str, int], targets: Sequence[float]) -> None:
+        self._round_length = round_length
+        self._nodes = nodes
+        self._open: dict[JobId, _OpenJob] = {}
+        self._now = 0.0
+        self.rounds = 0
+        self._timed = 0  # jobs whose lateness is known
+        self._late = 0
+        self._late_sum = 0.0  # of arrival minus submission over the round length
+        self._delay_max: float | None = None
+        self._max_staleness = 0
+        self._aimed = 0
+        self._missed = 0
+        self._node_seconds = 0.0
+        self._jobs = {"submitted": 0, "completed": 0, "failed": 0, "resubmitted": 0}
+        self._updates = {"admitted": 0, "deferred": 0, "rejected": 0, "expired": 0}
+        self._steps = 0
+        self._transfers = 0
+        self._best: float | None = None
+        self._final: float | None = None
+        self._targets = tuple(targets)
+        self._time_to: dict[float, float | None] = dict.fromkeys(self._targets)
+        self._steps_to: dict[float, int | None] = dict.fromkeys(self._targets)
+
+    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
+        self._now = event.at
+        handler = _EVENTS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        for command in commands:
+            if type(command) is SubmitJob:
+                order = command.order
+                self._jobs["submitted"] += 1
+                self._jobs["resubmitted"] += order.replaces is not None
+                self._open[order.job_id] = _OpenJob(self._now, self._nodes[order.facility])
+            elif type(command) is Record:
+                if command.kind == "fate":
+                    self._fate(command.facts)
+            elif type(command) is AssignWork or type(command) is PostWork:
+                self._transfers += 1  # a model travels to a facility
+
+    def summary(self, *, strategy: str, seed: int, wall_seconds: float) -> dict[str, Any]:
+        """The figures, in the order in which `--json` prints them. Call it when the run is over."""
+        known_late = [job for job in self._open.values() if self._now - job.submitted_at >= self._round_length]
+        timed, late = self._timed + len(known_late), self._late + len(known_late)
+        return {
+            "strategy": strategy,
+            "seed": seed,
+            "rounds": self.rounds,
+            "virtual_seconds": self._now,
+            "late_probability": late / timed if timed else None,
+            "normalised_delay_mean": self._late_sum / self._late if self._late else None,
+            "normalised_delay_max": self._delay_max,
+            "max_staleness": self._max_staleness,
+            "missed_cutoff": self._missed / self._aimed if self._aimed else None,
+            "node_seconds": self._node_seconds + sum(self._held(job) for job in self._open.values()),
+            "jobs": dict(self._jobs),
+            "updates": dict(self._updates),
+            "local_steps": self._steps,
+            "model_transfers": self._transfers,
+            "score": {"max": self._best, "final": self._final},
+            "time_to": {f"{target:.2f}": at for target, at in self._time_to.items()},
+            "steps_to": {f"{target:.2f}": steps for target, steps in self._steps_to.items()},
+            "wall_seconds": wall_seconds,
+        }
+
+    @property
+    def score(self) -> float | None:
+        """Of the newest model."""
+        return self._final
+
+    def _job_started(self, event: JobStarted) -> None:
+        job = self._open.get(event.job_id)
+        if job is not None:
+            job.held_since = event.at
+
+    def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed | SubmitRefused) -> None:
+        job = self._open.get(event.job_id)
+        if job is not None:
+            self._node_seconds += self._held(job)
+            job.held_since = None
+
+    def _job_ended(self, event: JobEnded) -> None:
+        self._job_stopped(event)
+        self._steps += event.steps_done
+
+    def _job_failed(self, event: JobFailed) -> None:
+        self._job_stopped(event)
+        self._jobs["failed"] += self._open.pop(event.job_id, None) is not None
+
+    def _submit_refused(self, event: SubmitRefused) -> None:
+        self._open.pop(event.job_id, None)
+        self._jobs["submitted"] -= 1  # the scheduler never had it
+
+    def _update_rejected(self, event: UpdateRejected) -> None:
+        self._transfers += 1
+        self._jobs["failed"] += self._open.pop(event.job_id, None) is not None
+
+    def _update_arrived(self, event: UpdateArrived) -> None:
+        self._transfers += 1  # a model travels back
+        job = self._open.pop(event.receipt.job_id, None)
+        if job is None:
+            return
+        self._jobs["completed"] += 1
+        ratio = (event.at - job.submitted_at) / self._round_length
+        self._timed += 1
+        self._delay_max = ratio if self._delay_max is None else max(self._delay_max, ratio)
+        if ratio > 1:
+            self._late += 1
+            self._late_sum += ratio
+
+    def _model_ready(self, event: ModelReady) -> None:
+        self.rounds = max(self.rounds, event.version)
+
+    def _model_scored(self, event: ModelScored) -> None:
+        score = event.metrics["score"]
+        self._final = score
+        self._best = score if self._best is None else max(self._best, score)
+        for target in self._targets:
+            if self._time_to[target] is None and score >= target:
+                self._time_to[target] = event.at
+                self._steps_to[target] = self._steps
+
+    def _fate(self, facts: Mapping[str, Any]) -> None:
+        fate, deferred = facts["fate"], bool(facts.get("deferred"))
+        if fate == "aggregated":
+            self._updates["deferred" if deferred else "admitted"] += 1
+            self._max_staleness = max(self._max_staleness, facts["staleness"])
+        elif fate in self._updates:
+            self._updates[fate] += 1
+        if facts.get("aimed"):
+            self._aimed += 1
+            self._missed += deferred
+
+    def _held(self, job: _OpenJob) -> float:
+        return 0.0 if job.held_since is None else (self._now - job.held_since) * job.nodes
+
+
+_EVENTS: dict[type, Any] = {
+    JobStarted: Tally._job_started,
+    JobRequeued: Tally._job_stopped,
+    JobEnded: Tally._job_ended,
+    JobFailed: Tally._job_failed,
+    SubmitRefused: Tally._submit_refused,
+    UpdateArrived: Tally._update_arrived,
+    UpdateRejected: Tally._update_rejected,
+    ModelReady: Tally._model_ready,
+    ModelScored: Tally._model_scored,
+}

@@ -1,0 +1,104 @@
+"""Run folders: made whole or not at all, never overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue import __version__
+from fedqueue.config import Config
+from fedqueue.errors import ReplayError, RunFolderError, StorageError
+from fedqueue.ledger import FILE, LedgerReader, encode
+from fedqueue.plan import FacilityProfile, FailurePolicy, Plan
+from fedqueue.strategies import STRATEGIES, Strategy
+
+SUMMARY: Final = "summary.json"
+
+
+def new_folder(wanted: Path | None, default_name: str) -> Path:
+    """Make a run folder: the one asked for, which must not exist, or runs/NAME with a number that is free."""
+    if wanted is not None:
+        return _make(wanted, must_be_new=True)
+    for number in range(1, 10_000):
+        folder = Path("runs") / (default_name if number == 1 else f"{default_name}-{number}")
+        if not folder.exists():
+            return _make(folder, must_be_new=True)
+    raise RunFolderError(f"runs/{default_name}: ten thousand such runs exist; name a folder with --out")
+
+
+def _make(folder: Path, *, must_be_new: bool) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=not must_be_new)
+    except FileExistsError:
+        raise RunFolderError(f"{folder}: exists already; nothing was changed; name another folder") from None
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another folder") from None
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then run again") from None
+
+
+def describe(config: Config, plan: Plan, *, seed: int, driver: str) -> dict[str, Any]:
+    """What the ledger has to know so that a run can be replayed and understood without its config file."""
+    return {
+        "version": __version__,
+        "driver": driver,
+        "seed": seed,
+        "strategy": config.run.strategy,
+        "options": dataclasses.asdict(config.options()),
+        "plan": dataclasses.asdict(plan),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def rebuild_strategy(meta: Mapping[str, Any]) -> Strategy:
+    """The strategy of a ledger, as it was before its first event."""
+    name = meta["strategy"]
+    if name not in STRATEGIES:
+        raise ReplayError(f"the ledger's strategy {name!r} is not registered here; import the module that has it")
+    kind = STRATEGIES[name]
+    plan = dict(meta["plan"])
+    plan["facilities"] = tuple(FacilityProfile(**profile) for profile in plan["facilities"])
+    plan["failures"] = FailurePolicy(**plan["failures"])
+    return kind(Plan(**plan), kind.Options(**meta["options"]))
+
+
+def replay(folder: Path) -> int:
+    """Feed the events of a run into a fresh strategy; the number of events, or a `ReplayError` at a difference."""
+    count = 0
+    with LedgerReader(folder / FILE) as ledger:
+        strategy = rebuild_strategy(ledger.meta)
+        for event, recorded in ledger.steps():
+            given = [(type(c).__name__, encode(c)) for c in strategy.handle(event)]
+            if given != recorded:
+                place = next(
+                    (i for i, pair in enumerate(zip(given, recorded, strict=False)) if pair[0] != pair[1]), None
+                )
+                place = min(len(given), len(recorded)) if place is None else place
+                was = " ".join(recorded[place]) if place < len(recorded) else "nothing"
+                now = " ".join(given[place]) if place < len(given) else "nothing"
+                built = ledger.meta.get("version")
+                raise ReplayError(
+                    f"{folder}: event {count} ({type(event).__name__} at {event.at:g} s), command {place}: "
+                    f"the ledger (build {built}) has {was}; replaying (build {__version__}) gives {now}"
+                )
+            count += 1
+    return count

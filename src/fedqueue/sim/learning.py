@@ -1,0 +1,122 @@
+"""The tensors behind a simulation: model versions, updates, training, scores. Strategies never see them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
+
+from fedqueue.messages import Aggregate, Assignment, JobId
+
+if TYPE_CHECKING:
+    from fedqueue.aggregate import StateDict
+    from fedqueue.training.tasks import Task
+
+Key = tuple[JobId, int]
+"""An update: job and attempt."""
+
+
+class Learning(Protocol):
+    """What a simulated job really does."""
+
+    megabytes: float  # of one model, for transfers
+
+    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
+        """Train from the assignment's version; keeps the update and returns the samples seen."""
+
+    def corrupt(self, key: Key) -> None: ...
+
+    def misfit(self, key: Key) -> str | None:
+        """Why this update cannot be used, or None."""
+
+    def aggregate(self, command: Aggregate) -> None: ...
+
+    def forget(self, key: Key) -> None:
+        """This update has met its fate."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """No other version will be asked for again, except by updates still held."""
+
+    def score(self, version: int) -> dict[str, float] | None: ...
+
+
+class TimingOnly:
+    """Nothing is trained: for studies of the protocol alone."""
+
+    def __init__(self, megabytes: float) -> None:
+        self.megabytes = megabytes
+        self._corrupt: set[Key] = set()
+
+    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
+        return 0
+
+    def corrupt(self, key: Key) -> None:
+        self._corrupt.add(key)
+
+    def misfit(self, key: Key) -> str | None:
+        return "not finite (simulated)" if key in self._corrupt else None
+
+    def aggregate(self, command: Aggregate) -> None:
+        pass
+
+    def forget(self, key: Key) -> None:
+        self._corrupt.discard(key)
+
+    def keep(self, versions: Collection[int]) -> None:
+        pass
+
+    def score(self, version: int) -> dict[str, float] | None:
+        return None
+
+
+class RealLearning:
+    """PyTorch training, done when a simulated job ends, on the version it was bound to."""
+
+    def __init__(self, task: Task) -> None:
+        from fedqueue import aggregate  # loads torch: only runs that train pay for it
+
+        self._rules = aggregate
+        self._task = task
+        first = task.initial_model()
+        self._models: dict[int, StateDict] = {0: first}
+        self._updates: dict[Key, tuple[StateDict, int]] = {}
+        self.megabytes = sum(t.numel() * t.element_size() for t in first.values()) / 1e6
+
+    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
+        trained = self._task.train(
+            facility=facility,
+            model=self._models[work.base_version],
+            steps=steps,
+            learning_rate=work.learning_rate,
+            key=facility * 1_000_003 + number,  # the j-th job of a facility draws the same batches under every strategy
+        )
+        self._updates[key] = (trained.model, work.base_version)
+        return trained.samples
+
+    def corrupt(self, key: Key) -> None:
+        next(t for t in self._updates[key][0].values() if t.is_floating_point()).view(-1)[0] = float("nan")
+
+    def misfit(self, key: Key) -> str | None:
+        trained, base = self._updates[key]
+        return self._rules.misfit(trained, self._models[base])
+
+    def aggregate(self, command: Aggregate) -> None:
+        contributions = []
+        for share in command.weights:
+            trained, base = self._updates.pop((share.job_id, share.attempt))
+            contributions.append(
+                self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base])
+            )
+        current = self._models[command.from_version]
+        self._models[command.to_version] = self._rules.aggregate(current, contributions, command.rule)
+
+    def forget(self, key: Key) -> None:
+        self._updates.pop(key, None)
+
+    def keep(self, versions: Collection[int]) -> None:
+        held = {base for _, base in self._updates.values()}
+        newest = max(self._models)
+        for version in [v for v in self._models if v not in versions and v not in held and v != newest]:
+            del self._models[version]
+
+    def score(self, version: int) -> dict[str, float] | None:
+        return self._task.score(self._models[version])

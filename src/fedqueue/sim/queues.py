@@ -1,0 +1,168 @@
+"""How long a simulated job waits.
+
+Every draw is keyed by (seed, facility, number of the job at that facility), so the j-th job of a facility has the
+same luck under every strategy, and a comparison of strategies compares nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from bisect import bisect_left
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import IO, Literal, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from fedqueue import data
+from fedqueue.config import FixedQueue, LognormalQueue, QueueSettings, SpikeQueue, StepQueue, TraceQueue
+from fedqueue.errors import DataError
+
+BLOCK = 1024
+
+Spread = Literal["log", "seconds"]
+
+
+class Queue(Protocol):
+    def delay(self, number: int, attempt: int, at: float) -> float:
+        """Seconds that this job waits if it becomes eligible at this second; attempts after 0 were requeued."""
+
+
+def make_queue(settings: QueueSettings, *, facility: str, seed: int, folder: Path) -> Queue:
+    draws = Draws(seed, facility)
+    match settings:
+        case FixedQueue():
+            return Fixed(settings.delay)
+        case TraceQueue():
+            return Trace(settings, draws, folder)
+        case LognormalQueue() | StepQueue() | SpikeQueue():
+            return Lognormal(settings, draws)
+
+
+class Draws:
+    """Standard normal numbers by job number, made in blocks as they are needed, and dropped behind."""
+
+    def __init__(self, seed: int, facility: str) -> None:
+        self._key = (seed, crc32(facility.encode()))
+        self._stream = np.random.default_rng(self._key)
+        self._block: list[float] = []
+        self._begin = 0  # number of the first job in the block
+
+    def normal(self, number: int, attempt: int) -> float:
+        if attempt or number < self._begin:
+            return float(np.random.default_rng((*self._key, number, attempt)).standard_normal())
+        while number >= self._begin + len(self._block):
+            self._begin += len(self._block)
+            self._block = self._stream.standard_normal(BLOCK).tolist()
+        return self._block[number - self._begin]
+
+    def uniform(self) -> float:
+        """One number for the whole run."""
+        return float(np.random.default_rng((*self._key, 1)).random())
+
+
+class Fixed:
+    def __init__(self, delay: float) -> None:
+        self._delay = delay
+
+    def delay(self, number: int, attempt: int, at: float) -> float:
+        return self._delay
+
+
+class Lognormal:
+    """Lognormal waits; the mean may change for good (step) or for a while (spike)."""
+
+    def __init__(self, settings: LognormalQueue | StepQueue | SpikeQueue, draws: Draws) -> None:
+        self._settings = settings
+        self._draws = draws
+
+    def delay(self, number: int, attempt: int, at: float) -> float:
+        settings = self._settings
+        return lognormal(self._mean(at), settings.rho, settings.spread, self._draws.normal(number, attempt))
+
+    def _mean(self, at: float) -> float:
+        match self._settings:
+            case StepQueue(mean=mean, mean_after=after, change_at=change_at):
+                return after if at >= change_at else mean
+            case SpikeQueue(mean=mean) as spike:
+                since = at - spike.spike_at
+                if spike.every is not None and since >= 0:
+                    since %= spike.every
+                return mean * spike.factor if 0 <= since < spike.spike_seconds else mean
+            case plain:
+                return plain.mean
+
+
+def lognormal(mean: float, rho: float, spread: Spread, normal: float) -> float:
+    """A lognormal number with this mean; rho is the sd of its logarithm, or its own sd in seconds.
+
+    >>> lognormal(3.0, 0.0, "log", 1.7)
+    3.0
+    """
+    sigma = rho if spread == "log" else sqrt(log(1 + (rho / mean) ** 2))
+    return mean * exp(sigma * normal - sigma * sigma / 2)
+
+
+class Trace:
+    """Replays recorded waits: a job that becomes eligible at t waits as long as the next recorded one of its shape."""
+
+    def __init__(self, settings: TraceQueue, draws: Draws, folder: Path) -> None:
+        self._submits, self._waits = read_trace(_trace_path(settings.file, folder), settings)
+        self._speed_up = settings.speed_up
+        self._length = self._submits[-1] - self._submits[0] + 1.0
+        start = settings.start
+        self._start = draws.uniform() * self._length if start is None else start
+
+    def delay(self, number: int, attempt: int, at: float) -> float:
+        moment = self._submits[0] + (self._start + at * self._speed_up) % self._length
+        found = bisect_left(self._submits, moment)
+        return self._waits[found % len(self._waits)] / self._speed_up
+
+    def mean(self) -> float:
+        return sum(self._waits) / len(self._waits) / self._speed_up
+
+
+def _trace_path(file: str, folder: Path) -> Path:
+    beside = folder / file
+    return beside if beside.exists() else data.find(file if "/" in file else f"traces/{file}")
+
+
+def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]:
+    """(submission, wait) in seconds of the jobs of this shape, by submission."""
+    needed = ("submit_s", "wait_s", "requested_s", "procs")
+    low, high = shape.procs or (0, 2**62)
+    most = shape.max_requested or float("inf")
+    rows: list[tuple[float, float]] = []
+    try:
+        with _open_text(path) as lines:
+            reader = csv.DictReader(lines)
+            missing = [name for name in needed if name not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(f"{path}: column {missing[0]} is missing; a trace needs {', '.join(needed)}")
+            for row in reader:
+                if low <= float(row["procs"]) <= high and float(row["requested_s"]) <= most:
+                    rows.append((float(row["submit_s"]), float(row["wait_s"])))
+    except (ValueError, TypeError, gzip.BadGzipFile, EOFError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a trace: {error}") from None
+    if not rows:
+        raise DataError(f"{path}: no job has this shape (procs {shape.procs}, max_requested {shape.max_requested})")
+    rows.sort()
+    return [submit for submit, _ in rows], [wait for _, wait in rows]
+
+
+def _open_text(path: Path) -> IO[str]:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def true_mean(settings: QueueSettings, queue: Queue) -> float:
+    """The mean wait that a simulation knows before it starts: what the `static` predictor is given."""
+    match settings:
+        case FixedQueue():
+            return settings.delay
+        case TraceQueue():
+            assert isinstance(queue, Trace)
+            return queue.mean()
+        case _:
+            return settings.mean

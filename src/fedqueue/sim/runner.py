@@ -1,0 +1,65 @@
+"""From a config to a finished simulation, with or without a run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedqueue.config import Config
+from fedqueue.engine import Listener
+from fedqueue.errors import FedQueueError
+from fedqueue.ledger import FILE, Ledger
+from fedqueue.metrics import Tally
+from fedqueue.runs import SUMMARY, describe, write_json
+from fedqueue.sim.learning import Learning, RealLearning, TimingOnly
+from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
+from fedqueue.sim.site import Site
+
+TIMING = "timing"
+"""The task that trains nothing."""
+
+
+def simulate(config: Config, *, folder: Path | None = None, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+    """Run it; with a folder, leave a ledger and a summary there. Returns the summary."""
+    began = time.perf_counter()
+    seed = config.run.seed
+    sites = [Site(i, facility, config, seed) for i, facility in enumerate(config.facility)]
+    learning, data_sizes = _learning(config, seed)
+    plan = make_plan(config, sites, data_sizes)
+    strategy = make_strategy(config, plan)
+    tally = Tally(
+        round_length=getattr(config.options(), "round_length", None) or config.run.round_length,
+        nodes={facility.name: facility.nodes for facility in config.facility},
+        targets=config.run.targets,
+    )
+    ledger = None
+    if folder is not None:
+        ledger = Ledger(folder / FILE, describe(config, plan, seed=seed, driver="simulation"), durable=False)
+    listening: list[Listener] = [tally, *listeners]
+    if ledger is not None:
+        listening.insert(0, ledger)
+    try:
+        Simulation(config, sites, learning, strategy, listening).run()
+        summary = tally.summary(
+            strategy=config.run.strategy, seed=seed, wall_seconds=round(time.perf_counter() - began, 3)
+        )
+        if ledger is not None and folder is not None:
+            ledger.note("stopped", strategy.stopped or "nothing was left to happen")
+            ledger.close()
+            write_json(folder / SUMMARY, summary)
+    except FedQueueError:
+        if ledger is not None:
+            ledger.abandon()
+        raise
+    return summary
+
+
+def _learning(config: Config, seed: int) -> tuple[Learning, Sequence[int] | None]:
+    if config.task.name == TIMING:
+        return TimingOnly(config.simulator.model_megabytes), None
+    from fedqueue.training.tasks import make_task  # loads torch: only runs that train pay for it
+
+    task = make_task(config.task, len(config.facility), seed)
+    return RealLearning(task), task.data_sizes()

@@ -1,0 +1,323 @@
+"""The virtual-time driver: a heap of things to come, and the same engine and strategies as everywhere else.
+
+A job's life: submitted -> eligible -> started (binds its work, if it has none yet) -> trained -> ended -> its update
+travels -> arrived. At equal times, what happens to jobs comes before models, and models before timers: an update
+that arrives at the very second of the cutoff has met it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from fedqueue.budget import bind
+from fedqueue.config import Config
+from fedqueue.engine import Engine, Listener
+from fedqueue.messages import (
+    WALL_TIME,
+    Aggregate,
+    Assignment,
+    AssignWork,
+    CancelJob,
+    Event,
+    FacilityJoined,
+    FacilityLeft,
+    JobEnded,
+    JobFailed,
+    JobRequeued,
+    JobStarted,
+    JobSubmitted,
+    ModelReady,
+    ModelScored,
+    PostWork,
+    Receipt,
+    Record,
+    RunStarted,
+    SetTimer,
+    StopRun,
+    SubmitJob,
+    SubmitRefused,
+    TimerFired,
+    UpdateArrived,
+    UpdateRejected,
+    facility_of,
+)
+from fedqueue.plan import FacilityProfile, Plan
+from fedqueue.sim.learning import Learning
+from fedqueue.sim.site import Course, SimJob, Site
+from fedqueue.strategies import STRATEGIES, Strategy
+
+JOBS, MODELS, TIMERS = range(3)  # what comes first at equal times
+
+
+def make_plan(config: Config, sites: Sequence[Site], data_sizes: Sequence[int] | None) -> Plan:
+    """What the strategy is told of a simulated run."""
+    run = config.run
+    by_size = run.data_weights == "size" and data_sizes is not None
+    weights = [n / sum(data_sizes) for n in data_sizes] if by_size and data_sizes else [1 / len(sites)] * len(sites)
+    return Plan(
+        facilities=tuple(
+            FacilityProfile(
+                name=site.name,
+                data_weight=weight,
+                steps_per_second=None if run.warm_up else site.settings.steps_per_second,
+                first_delay=None if run.warm_up else site.settings.first_delay,
+                true_mean_delay=site.true_mean_delay,
+                max_jobs=site.settings.max_jobs,
+                nodes=site.settings.nodes,
+            )
+            for site, weight in zip(sites, weights, strict=True)
+        ),
+        round_length=run.round_length,
+        rounds=run.rounds,
+        seconds=run.seconds,
+        learning_rate=run.learning_rate,
+        stop_at_score=run.stop_at_score,
+        failures=config.failures,
+    )
+
+
+def make_strategy(config: Config, plan: Plan) -> Strategy:
+    return STRATEGIES[config.run.strategy](plan, config.options())
+
+
+class Simulation:
+    """One run in virtual time. Build it, then call `run` once."""
+
+    def __init__(
+        self,
+        config: Config,
+        sites: Sequence[Site],
+        learning: Learning,
+        strategy: Strategy,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self._config = config
+        self._learning = learning
+        self._sites = {site.name: site for site in sites}
+        self._engine = Engine(strategy, self, listeners)
+        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._ticket = count()
+        self._now = 0.0
+        self._stopped = False
+
+    def run(self) -> float:
+        """Until the strategy stops it, or nothing is left to happen. Returns the virtual seconds it took."""
+        for fault in self._config.fault:
+            if fault.kind == "outage" and fault.at is not None:
+                for site in self._sites.values():
+                    if fault.facility in ("*", site.name):
+                        self._at(fault.at, JOBS, self._leave, site, fault.loses_jobs)
+                        if fault.seconds is not None:
+                            self._at(fault.at + fault.seconds, JOBS, self._return, site)
+        self._tell(RunStarted(at=0.0))
+        heap = self._heap
+        while heap and not self._stopped:
+            self._now, _, _, act, args = heappop(heap)
+            act(*args)
+        return self._now
+
+    # Commands -------------------------------------------------------------------------------------------
+
+    def submit_job(self, command: SubmitJob) -> None:
+        order = command.order
+        site = self._sites[order.facility]
+        limit = site.settings.queue_limit
+        if site.away:
+            self._soon(SubmitRefused(at=self._now, job_id=order.job_id, reason="out of reach", transient=True))
+        elif limit is not None and site.at_scheduler() >= limit:
+            reason = f"the queue limit of {limit} jobs is reached"
+            self._soon(SubmitRefused(at=self._now, job_id=order.job_id, reason=reason, transient=True))
+        else:
+            job = site.accept(order, self._now)
+            self._soon(JobSubmitted(at=self._now, job_id=order.job_id))
+            before = site.jobs.get(order.after) if order.after is not None else None
+            if before is None or before.state not in ("waiting", "running"):
+                self._become_eligible(site, job)
+
+    def assign_work(self, command: AssignWork) -> None:
+        site = self._sites[facility_of(command.job_id)]
+        job = site.jobs.get(command.job_id)
+        if job is not None:  # otherwise it was refused
+            job.work, job.binds_itself = command.assignment, False
+            job.work_staged_at = self._now + site.transfer_seconds(self._learning.megabytes)
+
+    def post_work(self, command: PostWork) -> None:
+        site = self._sites[command.facility]
+        site.stage(command.standing, self._now, self._now + site.transfer_seconds(self._learning.megabytes))
+
+    def cancel_job(self, command: CancelJob) -> None:
+        site = self._sites[facility_of(command.job_id)]
+        job = site.jobs.pop(command.job_id, None)
+        if job is not None:
+            self._close(site, job)
+
+    def set_timer(self, command: SetTimer) -> None:
+        self._at(max(command.at, self._now), TIMERS, self._ring, command.key)
+
+    def aggregate(self, command: Aggregate) -> None:
+        self._learning.aggregate(command)
+        ready_at = self._now + self._config.simulator.aggregate_seconds
+        self._at(ready_at, MODELS, self._model_ready, command.to_version)
+
+    def record(self, command: Record) -> None:
+        if command.kind == "fate" and command.facts["fate"] != "aggregated":
+            self._learning.forget((str(command.facts["job"]), int(command.facts["attempt"] or 0)))
+
+    def stop_run(self, command: StopRun) -> None:
+        self._stopped = True
+
+    # What comes of them ---------------------------------------------------------------------------------
+
+    def _become_eligible(self, site: Site, job: SimJob) -> None:
+        job.eligible_at = self._now
+        self._at(self._now + site.wait(job, self._now), JOBS, self._start, site, job, job.attempt)
+
+    def _start(self, site: Site, job: SimJob, attempt: int) -> None:
+        if job.state != "waiting" or job.attempt != attempt or job.eligible_at is None:
+            return
+        job.state, job.started_at = "running", self._now
+        if job.binds_itself:
+            job.work_staged_at, standing = site.standing(self._now)
+            job.work = bind(standing, self._now)
+        assert job.work is not None
+        bound = job.work if job.binds_itself else None
+        delay = self._now - job.eligible_at
+        self._report(site, JobStarted(at=self._now, job_id=job.id, attempt=attempt, admission_delay=delay, bound=bound))
+        course = site.course(job, job.work, self._now, delay)
+        strikes = site.faults.of(job.number, attempt)
+        struck_at = self._now + (course.ends_at - self._now) * (
+            site.faults.when(job.number, attempt) if strikes else 1.0
+        )
+        if "preempt" in strikes:
+            self._at(struck_at, JOBS, self._preempt, site, job, attempt)
+        elif "fail" in strikes:
+            self._at(struck_at, JOBS, self._fail, site, job, attempt, "failed (simulated)", strikes["fail"].transient)
+        elif "hang" in strikes or course.hits_wall:
+            wall_end = self._now + job.order.wall_seconds
+            self._at(wall_end, JOBS, self._fail, site, job, attempt, WALL_TIME, True)
+        else:
+            self._at(course.ends_at, JOBS, self._end, site, job, job.work, course, frozenset(strikes))
+
+    def _preempt(self, site: Site, job: SimJob, attempt: int) -> None:
+        if job.state == "running" and job.attempt == attempt:
+            job.attempt, job.state = attempt + 1, "waiting"
+            self._report(site, JobRequeued(at=self._now, job_id=job.id, attempt=job.attempt, reason="preempted"))
+            self._become_eligible(site, job)
+
+    def _fail(self, site: Site, job: SimJob, attempt: int, reason: str, transient: bool) -> None:
+        if job.state == "running" and job.attempt == attempt:
+            del site.jobs[job.id]
+            self._close(site, job)
+            self._report(
+                site, JobFailed(at=self._now, job_id=job.id, attempt=attempt, reason=reason, transient=transient)
+            )
+
+    def _end(self, site: Site, job: SimJob, work: Assignment, course: Course, strikes: frozenset[str]) -> None:
+        attempt = course.attempt
+        if job.state != "running" or job.attempt != attempt:
+            return
+        job.state = "ended"
+        self._free_chained(site, job)
+        key = (job.id, attempt)
+        samples = self._learning.train(key, site.index, job.number, work, course.steps)
+        if "corrupt" in strikes:
+            self._learning.corrupt(key)
+        receipt = Receipt(
+            job_id=job.id,
+            attempt=attempt,
+            base_version=work.base_version,
+            steps_done=course.steps,
+            train_seconds=course.train_seconds,
+            admission_delay=course.admission_delay,
+            samples=samples,
+        )
+        self._report(
+            site,
+            JobEnded(
+                at=self._now,
+                job_id=job.id,
+                attempt=attempt,
+                steps_done=course.steps,
+                train_seconds=course.train_seconds,
+            ),
+        )
+        arrives_at = self._now + site.transfer_seconds(self._learning.megabytes)
+        for _ in range(2 if "duplicate" in strikes else 1):
+            self._at(arrives_at, JOBS, self._arrive, site, receipt)
+
+    def _arrive(self, site: Site, receipt: Receipt) -> None:
+        first = site.jobs.pop(receipt.job_id, None) is not None
+        reason = self._learning.misfit((receipt.job_id, receipt.attempt)) if first else None
+        if reason is None:
+            self._report(site, UpdateArrived(at=self._now, receipt=receipt))
+        else:
+            self._report(
+                site,
+                UpdateRejected(at=self._now, job_id=receipt.job_id, attempt=receipt.attempt, reason=reason),
+            )
+
+    def _close(self, site: Site, job: SimJob) -> None:
+        job.state = "gone"
+        self._free_chained(site, job)
+
+    def _free_chained(self, site: Site, ended: SimJob) -> None:
+        for job in site.jobs.values():
+            if job.order.after == ended.id and job.state == "waiting" and job.eligible_at is None:
+                self._become_eligible(site, job)
+
+    def _leave(self, site: Site, loses_jobs: bool) -> None:
+        site.away = True
+        self._tell(FacilityLeft(at=self._now, facility=site.name))
+        if loses_jobs:
+            for job in list(site.jobs.values()):
+                job.state = "gone"
+                site.held.append(
+                    JobFailed(
+                        at=self._now, job_id=job.id, attempt=job.attempt, reason="lost in the outage", transient=True
+                    )
+                )
+                self._learning.forget((job.id, job.attempt))
+            site.jobs.clear()
+
+    def _return(self, site: Site) -> None:
+        site.away = False
+        self._tell(FacilityJoined(at=self._now, facility=site.name))
+        held, site.held = site.held, []
+        for event in held:
+            self._tell(replace(event, at=self._now))
+
+    def _model_ready(self, version: int) -> None:
+        self._tell(ModelReady(at=self._now, version=version))
+        metrics = self._learning.score(version)
+        if metrics is not None:
+            self._tell(ModelScored(at=self._now, version=version, metrics=metrics))
+        needed = {version}
+        for site in self._sites.values():
+            needed.update(job.work.base_version for job in site.jobs.values() if job.work is not None)
+            needed.update(standing.version for _, standing in site.staged)
+        self._learning.keep(needed)
+
+    def _ring(self, key: str) -> None:
+        self._tell(TimerFired(at=self._now, key=key))
+
+    # The heap -------------------------------------------------------------------------------------------
+
+    def _at(self, at: float, rank: int, act: Callable[..., None], *args: Any) -> None:
+        heappush(self._heap, (at, rank, next(self._ticket), act, args))
+
+    def _soon(self, event: Event) -> None:
+        self._at(self._now, JOBS, self._tell, event)
+
+    def _report(self, site: Site, event: Event) -> None:
+        """Something happened at a facility: known at once, or when it is in reach again."""
+        if site.away:
+            site.held.append(event)
+        else:
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        self._engine.advance(event)

@@ -1,0 +1,101 @@
+"""A simulated facility: its queue, its machines, its link, its faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+
+from fedqueue.budget import ROUNDING
+from fedqueue.config import Config, FacilitySettings
+from fedqueue.messages import Assignment, Event, JobId, Order, Standing, sequence_of
+from fedqueue.sim.faults import Faults
+from fedqueue.sim.queues import make_queue, true_mean
+
+
+@dataclass(slots=True)
+class SimJob:
+    """One job at a simulated scheduler."""
+
+    order: Order
+    number: int  # at its facility, from 0
+    submitted_at: float
+    work: Assignment | None = None
+    binds_itself: bool = True  # at every start, from the standing work; else its work was assigned
+    work_staged_at: float = 0.0  # when the model it was bound to is on site
+    attempt: int = 0
+    eligible_at: float | None = None  # None: chained to a job that has not ended
+    started_at: float | None = None
+    state: str = "waiting"  # waiting, running, ended (its update is on the way), gone
+
+    @property
+    def id(self) -> JobId:
+        return self.order.job_id
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How one attempt of a job will run, if nothing strikes it."""
+
+    attempt: int
+    admission_delay: float
+    steps: int
+    train_seconds: float
+    ends_at: float
+    hits_wall: bool  # the wall time is over before a single step is done
+
+
+class Site:
+    def __init__(self, index: int, settings: FacilitySettings, config: Config, seed: int) -> None:
+        self.index = index
+        self.name = settings.name
+        self.settings = settings
+        self.queue = make_queue(settings.queue, facility=settings.name, seed=seed, folder=Path(config.folder))
+        self.faults = Faults(config.fault, facility=settings.name, seed=seed)
+        self.true_mean_delay = true_mean(settings.queue, self.queue)
+        self.speed = settings.steps_per_second / settings.slowdown
+        self.jobs: dict[JobId, SimJob] = {}  # waiting, running, or with an update on the way
+        self.away = False
+        self.held: list[Event] = []  # what happened here while it was out of reach
+        self.staged: list[tuple[float, Standing]] = []  # (on site since, standing work), oldest first
+
+    def transfer_seconds(self, megabytes: float) -> float:
+        rate = self.settings.megabytes_per_second
+        return self.settings.latency_seconds + (megabytes / rate if rate is not None else 0.0)
+
+    def at_scheduler(self) -> int:
+        return sum(job.state in ("waiting", "running") for job in self.jobs.values())
+
+    def accept(self, order: Order, at: float) -> SimJob:
+        job = SimJob(order, sequence_of(order.job_id), at)
+        self.jobs[order.job_id] = job
+        return job
+
+    def stage(self, standing: Standing, at: float, on_site_at: float) -> None:
+        self.staged.append((on_site_at, standing))
+        self.standing(at)  # drops what is superseded
+
+    def standing(self, at: float) -> tuple[float, Standing]:
+        """The newest standing work on site, or else the first that will be; and since (or from) when."""
+        while len(self.staged) > 1 and self.staged[1][0] <= at:
+            del self.staged[0]
+        return self.staged[0]
+
+    def wait(self, job: SimJob, at: float) -> float:
+        """Seconds until a job that becomes eligible now starts."""
+        delay = self.queue.delay(job.number, job.attempt, at)
+        aged = self.settings.accrue * (at - job.submitted_at) if job.order.after is not None else 0.0
+        return max(0.0, delay - aged)
+
+    def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
+        """Of an attempt that starts now, after waiting `delay` seconds."""
+        train_from = max(at + self.settings.startup_seconds, job.work_staged_at)
+        wall_end = at + job.order.wall_seconds
+        seconds = wall_end - train_from
+        if work.train_budget is not None:
+            seconds = min(seconds, work.train_budget)
+        # The worker counts whole steps, and hands in what it has when its time is over.
+        steps = min(work.steps, floor(max(0.0, seconds) * self.speed + ROUNDING))
+        if steps < 1:
+            return Course(job.attempt, delay, 0, 0.0, wall_end, True)
+        return Course(job.attempt, delay, steps, steps / self.speed, train_from + steps / self.speed, False)

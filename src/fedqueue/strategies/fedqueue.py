@@ -1,0 +1,107 @@
+"""FedQueue, the published algorithm: predict the wait, budget the work, admit by cutoff, weigh by staleness.
+
+    at the start of round r, for every facility k with no job outstanding:
+        J = T - q-hat - delta            E = floor(c * J)          eta = eta_base * E_min / E
+        submit a job for J seconds, bound to version r
+    on every arrival: buffer the update;  q-hat <- (1 - alpha) * q-hat + alpha * q
+    at the cutoff (r + 1) * T:  w += (1 / S) * sum p * phi(tau) * Delta over what has arrived
+
+Open questions of the paper are settled as docs/protocol.md says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedqueue.admit import Update
+from fedqueue.budget import scaled_rate, steps_within, train_budget
+from fedqueue.messages import Assignment, Scaling
+from fedqueue.strategies.base import Why
+from fedqueue.strategies.options import at_least, one_of
+from fedqueue.strategies.roster import Facility
+from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedQueueOptions(RoundOptions):
+    margin: float = 2.0  # delta, seconds
+    lr_scaling: Scaling = "inverse"
+    close: Literal["timer", "early"] = "timer"  # early: as soon as nobody is out
+    overlap: bool = False  # a facility whose job is still out gets another one when a round starts
+    min_train_budget: float = 0.5  # seconds
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "margin", "min_train_budget")
+        one_of(self, "close", ("timer", "early"))
+
+
+class FedQueue(RoundStrategy):
+    name = "fedqueue"
+    Options = FedQueueOptions
+    options: FedQueueOptions
+
+    def start_round(self) -> None:
+        for facility in self.facilities.values():
+            for job in facility.jobs.values():
+                if job.started_at is None:
+                    facility.predictor.still_waiting(self.now, self.now - job.submitted_at)
+        self._dispatch(self._overlapping() if self.options.overlap else self.free())
+
+    def idle(self, facility: Facility, why: Why) -> None:
+        # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
+        if why in ("failure", "rejoin") and self._budget(facility) > self.options.min_train_budget:
+            self._dispatch([facility])
+
+    def arrived(self, facility: Facility, update: Update) -> None:
+        super().arrived(facility, update)
+        if self.options.close == "early" and not any(f.jobs for f in self.facilities.values()):
+            self.close_early()
+
+    def _dispatch(self, facilities: Sequence[Facility]) -> None:
+        budgets = {f.name: self._budget(f) for f in facilities}  # J
+        steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
+        in_flight = (f.newest_steps for f in self.facilities.values() if f.newest_steps and f.name not in steps)
+        least_steps = min([*steps.values(), *in_flight], default=1)  # E_min
+        for facility in facilities:
+            work = Assignment(
+                base_version=self.ready,
+                steps=steps[facility.name],
+                learning_rate=scaled_rate(
+                    self.plan.learning_rate, steps[facility.name], least_steps, self.options.lr_scaling
+                ),
+                train_budget=self._seconds(facility, steps[facility.name], budgets[facility.name]),
+                cutoff=self.next_cutoff,
+            )
+            self.submit(
+                facility,
+                work,
+                round=self.round,
+                train_seconds=work.train_budget,
+                expected_delay=self.forecast(facility).mean,
+            )
+
+    def _budget(self, facility: Facility) -> float:
+        return train_budget(
+            self.next_cutoff - self.now,
+            self.forecast(facility).mean,
+            self.options.margin,
+            self.options.min_train_budget,
+        )
+
+    def _steps(self, facility: Facility, budget: float) -> int:
+        if facility.steps_per_second is None:  # its first job is a short one, to measure it
+            return self.options.min_steps
+        return steps_within(budget, facility.steps_per_second, self.options.min_steps)
+
+    def _seconds(self, facility: Facility, steps: int, budget: float) -> float | None:
+        """Training may last its budget, or as long as the least steps take."""
+        if facility.steps_per_second is None:
+            return None
+        return max(budget, steps / facility.steps_per_second)
+
+    def _overlapping(self) -> list[Facility]:
+        out = [f for f in self.facilities.values() if f.status == "active" and len(f.jobs) < f.profile.max_jobs]
+        return [] if self._paused else out

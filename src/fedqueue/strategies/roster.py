@@ -1,0 +1,88 @@
+"""The books of a strategy: facilities and the jobs they have out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedqueue.messages import Assignment, JobId, Order, Standing
+from fedqueue.plan import FacilityProfile
+from fedqueue.predict import PREDICTORS, Forecast, Predictor
+
+Status = Literal["active", "left", "drained", "suspended", "out"]
+"""active: may have work. left: out of reach, may come back. drained: asked to stop. suspended: comes back by
+itself. out: failed for good; comes back when someone makes it join."""
+
+NEWEST = 0.5  # weight of the newest job in the measured throughput
+FADE = 0.9  # how slowly a learned overhead shrinks; it grows at once
+
+
+@dataclass(slots=True)
+class Job:
+    """One order that is out."""
+
+    order: Order
+    assignment: Assignment | None
+    submitted_at: float
+    attempt: int = 0
+    started_at: float | None = None
+    ended: bool = False
+
+
+class Facility:
+    """A facility as the strategy knows it."""
+
+    __slots__ = (
+        "failures",
+        "issued",
+        "jobs",
+        "name",
+        "newest_steps",
+        "next_sequence",
+        "overhead",
+        "posted",
+        "predictor",
+        "profile",
+        "refusals",
+        "replaces",
+        "status",
+        "steps_per_second",
+        "stretch",
+        "suspensions",
+    )
+
+    def __init__(self, profile: FacilityProfile, predictor: str, smoothing: float) -> None:
+        self.profile = profile
+        self.name = profile.name
+        first = profile.first_delay
+        if predictor == "static" and profile.true_mean_delay is not None:
+            first = profile.true_mean_delay
+        self.predictor: Predictor = PREDICTORS[predictor](first, smoothing)
+        self.issued: Forecast | None = None
+        self.status: Status = "active"
+        self.jobs: dict[JobId, Job] = {}
+        self.next_sequence = 0
+        self.steps_per_second = profile.steps_per_second
+        self.overhead = profile.overhead
+        self.newest_steps: int | None = None
+        self.posted: Standing | None = None
+        self.failures = 0  # in a row
+        self.refusals = 0  # in a row
+        self.suspensions = 0  # in a row
+        self.stretch = 1.0  # how much more wall time to ask for, after jobs that ran into their limit
+        self.replaces: JobId | None = None  # the failed job that its next one stands in for
+
+    def measure(self, steps: int, seconds: float) -> None:
+        """Throughput c from a job's own steps and seconds; noise below one in a thousand million is rounding."""
+        if steps < 1 or seconds <= 0:
+            return
+        seen = steps / seconds
+        known = self.steps_per_second
+        if known is None:
+            self.steps_per_second = seen
+        elif abs(seen - known) > 1e-9 * known:
+            self.steps_per_second = (1 - NEWEST) * known + NEWEST * seen
+
+    def learn_overhead(self, seconds: float) -> None:
+        """Seconds of a job, start to arrival, that were not training."""
+        self.overhead = max(seconds, FADE * self.overhead + (1 - FADE) * seconds, 0.0)

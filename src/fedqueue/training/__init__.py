@@ -1,0 +1,4 @@
+"""The training side: which model, on which data, and the loop itself.
+
+Nothing is imported here, so that reading `settings` does not load torch.
+"""

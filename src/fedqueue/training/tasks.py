@@ -1,0 +1,176 @@
+"""A task: a model and each facility's data, ready to be trained and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedqueue.aggregate import StateDict
+from fedqueue.errors import ConfigError, TaskError
+from fedqueue.training import partition
+from fedqueue.training.settings import TaskSettings
+from fedqueue.training.trainer import (
+    batches,
+    copy_state,
+    derive_seed,
+    make_optimizer,
+    seeded,
+    train_steps,
+)
+from fedqueue.training.workload import Samples, Workload, describe, load_workload
+
+__all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_task"]
+
+SCORE_CHUNK = 128
+"""Test samples in one forward pass; with a thousand, whose activations leave the cache, it takes twice as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What one job's training gave."""
+
+    model: StateDict
+    """Tensors of its own, on the task's device."""
+    samples: int
+    """Samples that went through the steps, repeats counted."""
+    loss: float
+    """Mean over the steps done."""
+
+
+class Task(Protocol):
+    """What a driver needs to know of a task. Facilities are numbered from 0, in the config's order."""
+
+    name: str
+
+    def initial_model(self) -> StateDict:
+        """The first model: the same seed gives the same bits."""
+
+    def data_sizes(self) -> tuple[int, ...]:
+        """Training samples of each facility."""
+
+    def train(self, *, facility: int, model: StateDict, steps: int, learning_rate: float, key: int) -> Trained:
+        """Train `model` on one facility's data for `steps` steps.
+
+        `key` selects the random numbers; the same arguments give the same bits, whatever ran before.
+        """
+
+    def score(self, model: StateDict) -> dict[str, float]:
+        """At least "score" (the accuracy by default; higher is better) and "loss", on the test samples."""
+
+
+def make_task(settings: TaskSettings, facilities: int, seed: int) -> Task:
+    """Load the task that `settings` name and share out its samples; sets torch's threads and determinism too.
+
+    Example: `make_task(TaskSettings(name="digits"), facilities=4, seed=42)`.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but torch finds no CUDA device; use 'cpu'")
+    # Some of the accelerator's quickest convolutions differ in the last bits from call to call.
+    torch.backends.cudnn.deterministic = True
+    torch.set_num_threads(settings.threads)
+    # A function that makes its data at random makes the same data in every process and for every run's seed.
+    with seeded(derive_seed("workload", settings.name), torch.device("cpu")):
+        workload = load_workload(settings.name, settings.options)
+    return WorkloadTask(workload, settings, facilities, seed)
+
+
+class WorkloadTask:
+    """The one implementation of `Task`: a workload, its samples on the device, one module for all jobs."""
+
+    def __init__(self, workload: Workload, settings: TaskSettings, facilities: int, seed: int) -> None:
+        self.name = settings.name
+        self._settings = settings
+        self._seed = seed
+        self._workload = workload
+        self._device = torch.device(settings.device)
+        train = _subset(workload.train, settings.train_samples, "train_samples", seed)
+        test = _subset(workload.test, settings.test_samples, "test_samples", seed)
+        self._parts = [part.to(self._device) for part in _split(train[1], settings, facilities, seed)]
+        self._train = (train[0].to(self._device), train[1].to(self._device))
+        self._test = (test[0].to(self._device), test[1].to(self._device))
+        # Made on the processor, so that the first model is the same on every kind of device.
+        with seeded(derive_seed("model", seed), torch.device("cpu")), _blaming(self.name, "making the model"):
+            self._module = workload.make_model().to(self._device)
+        self._initial = copy_state(self._module)
+
+    def initial_model(self) -> StateDict:
+        return {name: tensor.clone() for name, tensor in self._initial.items()}
+
+    def data_sizes(self) -> tuple[int, ...]:
+        return tuple(len(part) for part in self._parts)
+
+    def train(self, *, facility: int, model: StateDict, steps: int, learning_rate: float, key: int) -> Trained:
+        if steps < 1:
+            raise ValueError(f"steps must be 1 or more, found {steps}")
+        part, size = self._parts[facility], self._settings.batch_size
+        job_seed = derive_seed("train", self._seed, facility, key)
+        with _blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
+            self._module.load_state_dict(model)
+            optimizer = make_optimizer(self._module, self._settings, learning_rate)
+            # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
+            schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
+            total = train_steps(self._module, optimizer, self._workload.loss, self._train, schedule)
+        return Trained(model=copy_state(self._module), samples=steps * min(size, len(part)), loss=float(total) / steps)
+
+    def score(self, model: StateDict) -> dict[str, float]:
+        inputs, targets = self._test
+        with _blaming(self.name, "scoring"):
+            self._module.load_state_dict(model)
+            self._module.eval()
+            with torch.inference_mode():
+                outputs = torch.cat([self._module(chunk) for chunk in torch.split(inputs, SCORE_CHUNK)])
+                loss = float(self._workload.loss(outputs, targets))
+                if self._workload.score is not None:
+                    score = float(self._workload.score(outputs, targets))
+                elif _is_integer(targets):
+                    score = float((outputs.argmax(dim=1) == targets).to(torch.float64).mean())
+                else:
+                    score = -loss
+        return {"score": score, "loss": loss}
+
+
+@contextmanager
+def _blaming(name: str, doing: str) -> Iterator[None]:
+    """What goes wrong inside is the workload's code or a model that does not fit it: say so in one line."""
+    try:
+        yield
+    except Exception as error:
+        raise TaskError(f"task {name!r}: {doing} raised {describe(error)}") from error
+
+
+def _subset(samples: Samples, count: int | None, field: str, seed: int) -> Samples:
+    inputs, targets = samples
+    if count is None or count == len(inputs):
+        return samples
+    if count > len(inputs):
+        raise ConfigError(f"{field} is {count} but the task has only {len(inputs)}")
+    generator = torch.Generator().manual_seed(derive_seed(field, seed))
+    chosen = torch.randperm(len(inputs), generator=generator)[:count]
+    return inputs[chosen], targets[chosen]
+
+
+def _split(targets: Tensor, settings: TaskSettings, facilities: int, seed: int) -> list[Tensor]:
+    """The sample numbers of each facility."""
+    n = len(targets)
+    if n < facilities:
+        raise ConfigError(f"{n} training samples are too few for {facilities} facilities")
+    if settings.partition == "iid":
+        return [torch.from_numpy(part) for part in partition.iid(n, facilities, seed)]
+    if not (_is_integer(targets) and targets.ndim == 1):
+        raise ConfigError(
+            f"partition 'dirichlet' needs one integer label a sample, but task {settings.name!r} "
+            f"has {targets.dtype} targets of shape {tuple(targets.shape)}; use 'iid'"
+        )
+    # A full batch for everyone, unless that would even out a small data set.
+    least = max(1, min(settings.batch_size, n // (2 * facilities)))
+    parts = partition.dirichlet(targets.cpu().numpy(), facilities, settings.dirichlet_alpha, seed, least=least)
+    return [torch.from_numpy(part) for part in parts]
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
