@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,6 +47,7 @@ class RunSettings(_Settings):
     stop_at_score: float | None = None
     data_weights: Literal["equal", "size"] = "equal"
     warm_up: bool = False
+    modules: list[str] = []  # imported first: where strategies of your own register themselves
 
     @model_validator(mode="after")
     def _ends(self) -> RunSettings:
@@ -184,6 +187,7 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None = None) -> Config:
     """Check a tree of plain values, as TOML gives it."""
     tree = dict(tree)
+    _import_modules(tree.get("run"), where, folder or Path())
     sections = {"task": (TaskSettings, tree.get("task", {})), "failures": (FailurePolicy, tree.get("failures", {}))}
     strategies = tree.get("strategy", {})
     if not isinstance(strategies, dict):
@@ -202,6 +206,20 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         raise ConfigError(f"{where}: {_explain(error, tree, Config)}") from None
     _check_across(config, where)
     return config
+
+
+def _import_modules(run: Any, where: str, folder: Path) -> None:
+    """Import run.modules, which may lie beside the config file, so that what they register is known."""
+    names = run.get("modules", []) if isinstance(run, Mapping) else []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"{where}: run.modules: must be a list of module names, found {names!r}")
+    for name in names:
+        if str(folder.absolute()) not in sys.path:
+            sys.path.insert(0, str(folder.absolute()))
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a user's module does wrong is the user's to know, in one line
+            raise ConfigError(f"{where}: run.modules: cannot import {name!r}: {error}") from error
 
 
 def _check_across(config: Config, where: str) -> None:

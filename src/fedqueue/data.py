@@ -51,17 +51,22 @@ def find(name: str) -> Path:
     Example: `find("mnist/train-images-idx3-ubyte.gz")`, `find("traces/facility.csv.gz")`.
     Raises `DataError` when the file is missing or damaged.
     """
-    folder = root()
-    # The two further places let FEDQUEUE_DATA name a folder that holds data/, or a data/ beside the file's.
-    candidates = (folder / name, folder / "data" / name, folder.parent / name)
-    for path in candidates:
+    places = candidates(name)
+    for path in places:
         if path.is_file():
             _verify(name, path)
             return path
-    failures = _download(name, candidates[0]) if name in SHA256 else []
+    failures = _download(name, places[0]) if name in SHA256 else []
     if failures is None:
-        return candidates[0]
-    raise DataError(_missing(name, candidates, failures))
+        return places[0]
+    raise DataError(_missing(name, places, failures))
+
+
+def candidates(name: str) -> tuple[Path, ...]:
+    """Where a data file may lie. The further places let FEDQUEUE_DATA name a folder that holds data/, or a data/
+    beside the file's."""
+    folder = root()
+    return (folder / name, folder / "data" / name, folder.parent / name)
 
 
 def _verify(name: str, path: Path) -> None:

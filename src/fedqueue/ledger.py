@@ -14,63 +14,13 @@ from typing import Any, Final
 
 from fedqueue.errors import RunFolderError, StorageError
 from fedqueue.messages import Command, Event, body, parse
+from fedqueue.schema import SCHEMA
 
 FILE: Final = "ledger.sqlite"
 FORMAT: Final = 1
 BATCH: Final = 4096  # events a transaction, when the run can simply be made again
 
 _encode = json.JSONEncoder(default=body, separators=(",", ":"), allow_nan=False).encode
-
-_SCHEMA: Final = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE events (
-    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL);
-CREATE TABLE commands (
-    seq INTEGER NOT NULL REFERENCES events, place INTEGER NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,
-    PRIMARY KEY (seq, place)) WITHOUT ROWID;
-CREATE INDEX events_of_job ON events (job) WHERE job IS NOT NULL;
-
-CREATE VIEW incarnations AS  -- every start of every job, with what ended it
-SELECT s.job, s.body ->> 'attempt' AS attempt, s.at AS started_at, s.body ->> 'admission_delay' AS admission_delay,
-       s.at - (s.body ->> 'admission_delay') AS eligible_at,
-       s.body -> 'bound' AS bound,
-       (SELECT min(e.at) FROM events e WHERE e.job = s.job AND e.seq > s.seq
-         AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at
-FROM events s WHERE s.kind = 'JobStarted';
-
-CREATE VIEW jobs AS
-SELECT c.job, c.body ->> '$.order.facility' AS facility, c.body ->> '$.order.round' AS round,
-       c.body ->> '$.order.purpose' AS purpose, c.body ->> '$.order.wall_seconds' AS wall_seconds,
-       c.body ->> '$.order.expected_delay' AS expected_delay, c.body ->> '$.order.replaces' AS replaces,
-       o.at AS ordered_at,
-       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'JobSubmitted') AS submitted_at,
-       (SELECT i.started_at FROM incarnations i WHERE i.job = c.job ORDER BY i.attempt DESC LIMIT 1) AS started_at,
-       (SELECT i.admission_delay FROM incarnations i WHERE i.job = c.job ORDER BY i.attempt DESC LIMIT 1)
-           AS admission_delay,
-       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'JobEnded' ORDER BY e.seq DESC LIMIT 1) AS ended_at,
-       (SELECT e.at FROM events e WHERE e.job = c.job AND e.kind = 'UpdateArrived' ORDER BY e.seq LIMIT 1)
-           AS arrived_at,
-       (SELECT e.body ->> 'steps_done' FROM events e WHERE e.job = c.job AND e.kind = 'JobEnded'
-         ORDER BY e.seq DESC LIMIT 1) AS steps_done,
-       (SELECT e.body ->> 'reason' FROM events e WHERE e.job = c.job
-         AND e.kind IN ('JobFailed', 'SubmitRefused', 'UpdateRejected') ORDER BY e.seq DESC LIMIT 1) AS failure
-FROM commands c JOIN events o USING (seq) WHERE c.kind = 'SubmitJob';
-
-CREATE VIEW updates AS  -- each update and its one fate
-SELECT c.body ->> '$.facts.job' AS job, c.body ->> '$.facts.attempt' AS attempt, e.at AS settled_at,
-       c.body ->> '$.facts.fate' AS fate, c.body ->> '$.facts.deferred' AS deferred,
-       c.body ->> '$.facts.staleness' AS staleness, c.body ->> '$.facts.weight' AS weight,
-       c.body ->> '$.facts.version' AS version, c.body ->> '$.facts.reason' AS reason
-FROM commands c JOIN events e USING (seq) WHERE c.kind = 'Record' AND c.body ->> 'kind' = 'fate';
-
-CREATE VIEW models AS
-SELECT e.body ->> 'version' AS version, e.at AS ready_at FROM events e WHERE e.kind = 'ModelReady';
-
-CREATE VIEW scores AS
-SELECT e.body ->> 'version' AS version, e.at AS scored_at, e.body ->> '$.metrics.score' AS score,
-       e.body ->> '$.metrics.loss' AS loss
-FROM events e WHERE e.kind = 'ModelScored';
-"""
 
 
 class Ledger:
@@ -93,7 +43,7 @@ class Ledger:
                 self._db.execute("PRAGMA synchronous = FULL")
             else:
                 self._db.execute("PRAGMA synchronous = OFF")
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(SCHEMA)
             facts = {"format": FORMAT, **meta}
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, _encode(v)) for k, v in facts.items()])
         except sqlite3.Error as error:

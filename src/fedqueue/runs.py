@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from itertools import takewhile
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,16 +89,13 @@ def replay(folder: Path) -> int:
         for event, recorded in ledger.steps():
             given = [(type(c).__name__, encode(c)) for c in strategy.handle(event)]
             if given != recorded:
-                place = next(
-                    (i for i, pair in enumerate(zip(given, recorded, strict=False)) if pair[0] != pair[1]), None
-                )
-                place = min(len(given), len(recorded)) if place is None else place
-                was = " ".join(recorded[place]) if place < len(recorded) else "nothing"
-                now = " ".join(given[place]) if place < len(given) else "nothing"
+                pairs = zip_longest(recorded, given, fillvalue=("nothing", ""))
+                place, (was, now) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
                 built = ledger.meta.get("version")
                 raise ReplayError(
                     f"{folder}: event {count} ({type(event).__name__} at {event.at:g} s), command {place}: "
-                    f"the ledger (build {built}) has {was}; replaying (build {__version__}) gives {now}"
+                    f"the ledger (build {built}) has {' '.join(was)}; "
+                    f"replaying (build {__version__}) gives {' '.join(now)}"
                 )
             count += 1
     return count

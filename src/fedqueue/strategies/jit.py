@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fedqueue.admit import Update
 from fedqueue.messages import Assignment, CoordinatorResumed, JobId, PostWork, Standing
 from fedqueue.strategies.base import Why
 from fedqueue.strategies.options import one_of, share
@@ -27,6 +28,7 @@ class JitOptions(RoundOptions):
     forecast. independent: at once. chain: at once, eligible when this one ends (the scheduler's dependency).
     off: when this one's update is in."""
     lead: float = 0.5  # timed: the share of delays that the head start covers
+    weigh_work: bool = True  # an update that trained for a tenth of a round counts for a tenth
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +62,14 @@ class Jit(RoundStrategy):
         elif self.options.pipeline == "timed" and job.assignment is not None and job.assignment.cutoff is not None:
             head_start = self.forecast(facility).quantile(self.options.lead)
             self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.assignment.cutoff - head_start))
+
+    def worth(self, update: Update) -> float:
+        # Jobs begin when their queue lets them, so some have little time left in their round. Counted in full, such
+        # an update would pull the model back to where the round began.
+        speed = self.facilities[update.facility].steps_per_second
+        if not self.options.weigh_work or speed is None:
+            return 1.0
+        return min(1.0, update.receipt.steps_done / (speed * self.round_length))
 
     def timer(self, key: str) -> None:
         kind, _, job = key.partition("/")

@@ -1,0 +1,81 @@
+"""The `fedqueue` command. Each verb has its own file; this one knows them all.
+
+Results go to standard output, progress and errors to standard error. An error a person can act on is one line and
+a non-zero exit; its code says whose turn it is (see errors.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sqlite3
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fedqueue import __version__
+from fedqueue.cli import compare, demo, doctor, init, journal, replay, report, simulate
+from fedqueue.errors import FedQueueError, StorageError
+
+_COMMANDS = (demo, init, simulate, compare, report, replay, journal, doctor)
+
+_EPILOG = """\
+first steps:
+  fedqueue demo                        six strategies side by side, in under a minute
+  fedqueue init my.toml                a config to start from, every key explained
+  fedqueue simulate my.toml            one run in virtual time, with real training
+  fedqueue compare my.toml --strategies fedqueue,jit,fedavg --seeds 5
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"fedqueue: error: {message}; `{self.prog} --help` explains", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fedqueue",
+        description="Federated learning across supercomputers, where every participant waits in a batch queue.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fedqueue {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        sub = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except FedQueueError as error:
+        print(f"fedqueue: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, sqlite3.Error) as error:
+        print(f"fedqueue: error: {error}; nothing else was changed", file=sys.stderr)
+        return StorageError.exit_code
+    except KeyboardInterrupt:
+        print("fedqueue: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""Six strategies side by side: four facilities with different queues train one classifier of handwritten digits.
+
+Training is real and takes seconds; the queues exist in virtual time only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from importlib import resources
+from pathlib import Path
+
+from fedqueue.cli import common, compare, terminal
+from fedqueue.runs import new_folder, write_json
+from fedqueue.sim.runner import simulate
+from fedqueue.strategies import STRATEGIES
+
+HELP = "six strategies side by side, in under a minute"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_out(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    strategies = list(STRATEGIES)
+    with resources.as_file(resources.files("fedqueue.cli") / "demo.toml") as path:
+        configs = {name: common.load_run(path, (), strategy=name) for name in strategies}
+    config = next(iter(configs.values()))
+    folder = new_folder(args.out, "demo")
+    print(
+        f"{len(config.facility)} facilities wait in their own queues; "
+        f"{len(strategies)} strategies meet the same delays, data and first model"
+    )
+    runs = {}
+    for name, chosen in configs.items():
+        with terminal.following(name, chosen) as listener:
+            home = new_folder(folder / f"{name}-seed{chosen.run.seed}", name)
+            runs[name] = [simulate(chosen, folder=home, listeners=[listener])]
+    write_json(folder / "comparison.json", {"config": "demo", "changes": [], "runs": runs})
+    picture = compare.plot(folder, strategies, [config.run.seed], config)
+    from fedqueue.report import write_report
+
+    page = write_report([folder / f"{name}-seed{config.run.seed}" for name in strategies], folder / "report.html")
+    compare.show(runs, config, folder)
+    print(f"plot:   {picture}")
+    print(f"report: {page}  (open it in a browser)")
+    print(f"done in {time.perf_counter() - began:.0f} s. Next:")
+    print("  fedqueue init my.toml && fedqueue simulate my.toml       your own facilities")
+    print("  fedqueue compare my.toml --strategies jit,fedqueue --seeds 5 --jobs 2")
+    print(f"  fedqueue replay {Path(folder) / f'jit-seed{config.run.seed}'}      the ledger, checked event by event")
+    return 0

@@ -1,0 +1,94 @@
+"""Check the installation: what is here, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Literal
+
+from fedqueue import __version__, data
+
+HELP = "check the installation"
+
+State = Literal["ok", "optional", "missing"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    checks = [
+        ("fedqueue", "ok", __version__),
+        _python(),
+        *(_package(name, needed) for name, needed in _PACKAGES.items()),
+        _sqlite(),
+        _writable(Path.cwd()),
+        *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "traces")),
+    ]
+    marks = {"ok": "ok", "optional": "--", "missing": "MISSING"}
+    for what, state, detail in checks:
+        print(f"{marks[state]:>7}  {what:<22} {detail}")
+    missing = [what for what, state, _ in checks if state == "missing"]
+    print(f"missing: {', '.join(missing)}" if missing else "all that is needed is here")
+    return 1 if missing else 0
+
+
+_PACKAGES = {
+    "numpy": "",
+    "pydantic": "",
+    "rich": "",
+    "torch": "train",
+    "safetensors": "train",
+    "scikit-learn": "train",
+    "matplotlib": "plots",
+}
+"""Package -> the extra that brings it; "" for those that fedqueue cannot do without."""
+
+
+def _python() -> tuple[str, State, str]:
+    found = ".".join(str(n) for n in sys.version_info[:3])
+    return ("Python", "ok", found) if sys.version_info >= (3, 11) else ("Python", "missing", f"{found}; 3.11 is needed")
+
+
+def _package(name: str, extra: str) -> tuple[str, State, str]:
+    try:
+        return name, "ok", importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if extra:
+            return name, "optional", f"not here; to {_USES[extra]}: pip install 'fedqueue[{extra}]'"
+        return name, "missing", f"pip install {name}"
+
+
+_USES = {"train": "train models", "plots": "draw plots and reports"}
+
+
+def _sqlite() -> tuple[str, State, str]:
+    with sqlite3.connect(":memory:") as db:
+        try:
+            db.execute("SELECT json_extract('{\"a\": 1}', '$.a')")
+        except sqlite3.OperationalError:
+            return "SQLite", "missing", f"{sqlite3.sqlite_version} without JSON; use a newer Python build"
+    return "SQLite", "ok", sqlite3.sqlite_version
+
+
+def _writable(folder: Path) -> tuple[str, State, str]:
+    if os.access(folder, os.W_OK):
+        return "this folder", "ok", f"{folder} can be written; runs go to runs/"
+    return "this folder", "missing", f"{folder} cannot be written; go to another, or use --out"
+
+
+def _data(name: str) -> tuple[str, State, str]:
+    label = f"data: {name.partition('/')[0]}"
+    for place in data.candidates(name):
+        if place.exists():
+            return label, "ok", str(place)
+    return (
+        label,
+        "optional",
+        f"not in {data.root()}; set FEDQUEUE_DATA to the folder that has it (task digits needs none)",
+    )

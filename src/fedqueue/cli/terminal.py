@@ -1,0 +1,117 @@
+"""What people see: a bar and colours on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedqueue.config import Config
+from fedqueue.engine import Listener
+from fedqueue.messages import Command, Event, ModelReady, ModelScored
+
+PLAIN_WIDTH = 200  # columns when nobody says how wide the output is
+REFRESH_SECONDS = 0.1
+PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
+
+
+def console(*, stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, best: int | None = None) -> Table:
+    """First column left, figures right; row `best` stands out."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for i, row in enumerate(rows):
+        made.add_row(*row, style="bold green" if i == best else None)
+    return made
+
+
+def show(made: Table) -> None:
+    """A table on standard output; without a terminal, without lines around it."""
+    out = console()
+    if not out.is_terminal:
+        made.box = None
+        made.title_style = ""
+        made.header_style = ""
+        made.padding = (0, 2, 0, 0)
+    out.print(made)
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+class _Watch:
+    """A listener that follows one run."""
+
+    def __init__(self, config: Config) -> None:
+        self.total = config.run.seconds or (config.run.rounds or 1) * 1.0
+        self._by_time = config.run.seconds is not None
+        self._rounds = config.run.rounds
+        self.done = 0.0
+        self.at = 0.0
+        self.version = 0
+        self.score: float | None = None
+
+    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
+        self.at = event.at
+        if isinstance(event, ModelReady):
+            self.version = event.version
+        elif isinstance(event, ModelScored):
+            self.score = event.metrics.get("score")
+        by_rounds = self.version / self._rounds if self._rounds else 0.0
+        self.done = max(self.at, by_rounds * self.total) if self._by_time else float(self.version)
+
+    def line(self) -> str:
+        score = "" if self.score is None else f"  score {100 * self.score:.1f} %"
+        return f"{self.at:8.1f} s  model {self.version}{score}"
+
+
+@contextmanager
+def following(label: str, config: Config, *, quiet: bool = False) -> Iterator[Listener]:
+    """Show how a run gets on; gives the listener that the run has to call."""
+    watch = _Watch(config)
+    screen = console(stderr=True)
+    if quiet:
+        yield watch
+    elif screen.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=screen, transient=True) as progress:
+            task = progress.add_task(label, total=watch.total, line="")
+            yield _throttled(
+                watch, REFRESH_SECONDS, lambda: progress.update(task, completed=watch.done, line=watch.line())
+            )
+    else:
+        yield _throttled(watch, PLAIN_SECONDS, lambda: print(f"{label}  {watch.line()}", file=sys.stderr, flush=True))
+
+
+def _throttled(watch: _Watch, every: float, say: object) -> Listener:
+    last = time.monotonic()
+
+    def listener(event: Event, commands: Sequence[Command]) -> None:
+        nonlocal last
+        watch(event, commands)
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            say()  # type: ignore[operator]
+
+    return listener

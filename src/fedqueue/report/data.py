@@ -1,0 +1,319 @@
+"""A run as plots and pages need it, read from its ledger into small dataclasses. All times are seconds on the run clock.
+
+>>> read_run(Path("runs/timing")).facilities  # doctest: +SKIP
+('first', 'second', 'third', 'fourth')
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fedqueue.errors import RunFolderError
+from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.messages import Command, facility_of, parse
+from fedqueue.metrics import Tally
+from fedqueue.runs import SUMMARY
+
+Curve = Sequence[tuple[float, float]]
+"""(virtual seconds, score) of every model that was scored, in order."""
+
+Outcome = Literal["ended", "failed", "requeued", "open"]
+"""How a stretch of running stopped; open: the run was over first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a job, and the wait before it."""
+
+    eligible_at: float
+    started_at: float
+    stopped_at: float
+    admission_delay: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job that a scheduler took."""
+
+    facility: str
+    submitted_at: float
+    closed_at: float  # its update arrived, or it failed, or the run was over
+    expected_delay: float | None  # the forecast it was ordered with
+    attempts: tuple[Attempt, ...]
+    waits_since: float | None  # in the queue, again or still, when it closed
+    failed: bool
+    steps: int  # done
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    facility: str
+    fate: str
+    deferred: bool
+    staleness: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that went wrong with a job; `what` is a word for it, `reason` free text from outside."""
+
+    at: float
+    facility: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A stretch without new work: the facility was out of reach, or suspended. `until` None: it never came back."""
+
+    facility: str
+    at: float
+    until: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    meta: Mapping[str, Any]  # as the ledger has it: config, plan, options, version, seed
+    summary: Mapping[str, Any]
+    recounted: str | None  # why the summary was counted again from the ledger
+    end: float
+    scores: tuple[tuple[float, float], ...]
+    cutoffs: tuple[float, ...]  # empty: the strategy has none
+    models: tuple[float, ...]  # when each was ready
+    jobs: tuple[Job, ...]
+    updates: tuple[Update, ...]
+    troubles: tuple[Trouble, ...]
+    outages: tuple[Absence, ...]
+    suspensions: tuple[Absence, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.meta["config"]["run"]["name"])
+
+    @property
+    def strategy(self) -> str:
+        return str(self.meta["strategy"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.meta["seed"])
+
+    @property
+    def simulated(self) -> bool:
+        return bool(self.meta["driver"] == "simulation")
+
+    @property
+    def stopped(self) -> str | None:
+        """Why it stopped; None: it was cut off, or goes on."""
+        reason = self.meta.get("stopped")
+        return None if reason is None else str(reason)
+
+    @property
+    def targets(self) -> list[float]:
+        return [float(target) for target in self.meta["config"]["run"]["targets"]]
+
+    @property
+    def round_length(self) -> float:
+        return _round_length(self.meta)
+
+    @cached_property
+    def facilities(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+    @cached_property
+    def nodes(self) -> dict[str, int]:
+        return _nodes(self.meta)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in this folder, finished, cut off or going on; a `RunFolderError` if there is none."""
+    with LedgerReader(folder / FILE) as ledger:
+        try:
+            return _read(folder, ledger)
+        except sqlite3.DatabaseError as error:
+            raise RunFolderError(f"{ledger.path}: is damaged: {error}") from None
+        except KeyError as error:
+            raise RunFolderError(f"{ledger.path}: says nothing of {error}: it is of another build") from None
+
+
+def _read(folder: Path, ledger: LedgerReader) -> Run:
+    end = float(ledger.rows("SELECT coalesce(max(at), 0) AS at FROM events")[0]["at"])
+    summary, recounted = _summary(folder, ledger)
+    by_cutoff = bool(
+        ledger.rows(
+            "SELECT 1 FROM events WHERE kind = 'TimerFired' AND job IS NULL AND body ->> 'key' LIKE 'cutoff/%' LIMIT 1"
+        )
+    )
+    return Run(
+        folder=folder,
+        meta=ledger.meta,
+        summary=summary,
+        recounted=recounted,
+        end=end,
+        scores=tuple(
+            (row["scored_at"], row["score"])
+            for row in ledger.rows("SELECT * FROM scores WHERE score IS NOT NULL ORDER BY scored_at")
+        ),
+        cutoffs=_cutoffs(ledger),
+        models=tuple(row["ready_at"] for row in ledger.rows("SELECT ready_at FROM models ORDER BY ready_at")),
+        jobs=_jobs(ledger, end),
+        updates=tuple(
+            Update(facility_of(row["job"]), row["fate"], bool(row["deferred"]), row["staleness"])
+            for row in ledger.rows("SELECT * FROM updates ORDER BY settled_at")
+        ),
+        troubles=tuple(
+            Trouble(row["at"], facility_of(row["job"]), _TROUBLES[row["kind"]], row["reason"])
+            for row in _job_events(ledger, *_TROUBLES)
+        ),
+        outages=_outages(ledger),
+        suspensions=_suspensions(ledger),
+    )
+
+
+_TROUBLES: Final = {
+    "JobFailed": "job failed",
+    "JobRequeued": "job requeued",
+    "SubmitRefused": "submission refused",
+    "UpdateRejected": "update rejected",
+}
+
+
+def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str | None]:
+    """The summary that the run left; without one, the same figures counted again from the ledger."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found, None
+        why = f"{SUMMARY} holds no summary"
+    except FileNotFoundError:
+        why = f"{SUMMARY} is missing"
+    except (OSError, ValueError) as error:
+        why = f"{SUMMARY} cannot be read ({error})"
+    meta = ledger.meta
+    targets = meta["config"]["run"]["targets"]
+    tally = Tally(round_length=_round_length(meta), nodes=_nodes(meta), targets=targets)
+    for event, wanted in ledger.steps():
+        commands: list[Command] = [parse(kind, json.loads(text)) for kind, text in wanted]  # type: ignore[misc]
+        tally(event, commands)
+    return tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0), why
+
+
+def _cutoffs(ledger: LedgerReader) -> tuple[float, ...]:
+    """When each round was closed, for strategies that set cutoffs. The timers only tell which strategies those are: a
+    round that closes early leaves its timer behind, to fire later."""
+    if not ledger.rows("SELECT 1 FROM events WHERE kind = 'TimerFired' AND body ->> 'key' LIKE 'cutoff/%' LIMIT 1"):
+        return ()
+    rows = ledger.rows(
+        """SELECT min(e.at) AS at FROM commands c JOIN events e USING (seq)
+           WHERE c.kind = 'Aggregate' GROUP BY c.body ->> 'to_version' ORDER BY 1"""
+    )
+    return tuple(row["at"] for row in rows)
+
+
+def _job_events(ledger: LedgerReader, *kinds: str) -> list[sqlite3.Row]:
+    marks = ", ".join("?" * len(kinds))
+    return ledger.rows(
+        f"""SELECT at, kind, job, body ->> 'attempt' AS attempt, body ->> 'reason' AS reason
+            FROM events WHERE kind IN ({marks}) ORDER BY seq""",
+        *kinds,
+    )
+
+
+def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
+    failed: dict[str, float] = {}
+    stops: dict[tuple[str, int], Outcome] = {}  # by the attempt that stopped
+    for row in _job_events(ledger, "JobFailed", "JobRequeued", "JobEnded", "UpdateRejected"):
+        job, attempt = row["job"], row["attempt"]
+        if row["kind"] == "JobRequeued":
+            stops[job, attempt - 1] = "requeued"  # the event names the attempt that waits now
+        elif row["kind"] == "JobEnded":
+            stops[job, attempt] = "ended"
+        else:
+            failed[job] = row["at"]
+            if row["kind"] == "JobFailed":
+                stops[job, attempt] = "failed"
+    attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
+    for row in ledger.rows("SELECT * FROM incarnations ORDER BY job, attempt"):
+        attempts[row["job"]].append(
+            Attempt(
+                eligible_at=row["eligible_at"],
+                started_at=row["started_at"],
+                stopped_at=end if row["stopped_at"] is None else row["stopped_at"],
+                admission_delay=row["admission_delay"],
+                outcome=stops.get((row["job"], row["attempt"]), "open"),
+            )
+        )
+    return tuple(
+        _job(row, tuple(attempts[row["job"]]), failed.get(row["job"]), end)
+        for row in ledger.rows("SELECT * FROM jobs WHERE submitted_at IS NOT NULL ORDER BY submitted_at")
+    )
+
+
+def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], failed_at: float | None, end: float) -> Job:
+    waits_since = row["submitted_at"]
+    if attempts:
+        last = attempts[-1]
+        waits_since = last.stopped_at if last.outcome == "requeued" else None
+    closings = (row["arrived_at"], failed_at, end)
+    return Job(
+        facility=row["facility"],
+        submitted_at=row["submitted_at"],
+        closed_at=next(at for at in closings if at is not None),
+        expected_delay=row["expected_delay"],
+        attempts=attempts,
+        waits_since=waits_since,
+        failed=row["arrived_at"] is None and failed_at is not None,
+        steps=row["steps_done"] or 0,
+    )
+
+
+def _outages(ledger: LedgerReader) -> tuple[Absence, ...]:
+    since: dict[str, float] = {}
+    found: list[Absence] = []
+    query = """SELECT at, kind, body ->> 'facility' AS facility FROM events
+               WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq"""
+    for row in ledger.rows(query):
+        if row["kind"] == "FacilityLeft":
+            since.setdefault(row["facility"], row["at"])
+        elif row["facility"] in since:
+            found.append(Absence(row["facility"], since.pop(row["facility"]), row["at"], "out of reach"))
+    found += [Absence(facility, at, None, "out of reach") for facility, at in since.items()]
+    return tuple(sorted(found, key=lambda absence: absence.at))
+
+
+def _suspensions(ledger: LedgerReader) -> tuple[Absence, ...]:
+    open_ones: dict[str, tuple[float, str]] = {}
+    found: list[Absence] = []
+    query = """SELECT e.at, c.body ->> 'kind' AS kind, c.body ->> '$.facts.facility' AS facility,
+                      c.body ->> '$.facts.reason' AS reason
+               FROM commands c JOIN events e USING (seq)
+               WHERE c.kind = 'Record' AND c.body ->> 'kind' IN ('suspended', 'rejoined') ORDER BY c.seq, c.place"""
+    for row in ledger.rows(query):
+        if row["kind"] == "suspended":
+            open_ones.setdefault(row["facility"], (row["at"], row["reason"]))
+        elif row["facility"] in open_ones:
+            at, reason = open_ones.pop(row["facility"])
+            found.append(Absence(row["facility"], at, row["at"], reason))
+    found += [Absence(facility, at, None, reason) for facility, (at, reason) in open_ones.items()]
+    return tuple(sorted(found, key=lambda absence: absence.at))
+
+
+def _round_length(meta: Mapping[str, Any]) -> float:
+    """T in seconds: the strategy's own, or else the run's."""
+    return float(meta["options"].get("round_length") or meta["plan"]["round_length"])
+
+
+def _nodes(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Nodes of each facility, in the order of the plan."""
+    return {profile["name"]: int(profile["nodes"]) for profile in meta["plan"]["facilities"]}
