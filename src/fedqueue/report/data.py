@@ -1,4 +1,4 @@
-"""A run as plots and pages need it, read from its ledger into small dataclasses. All times are seconds on the run clock.
+"""A run as plots and pages need it, read from its ledger into small dataclasses. Times are seconds on the run clock.
 
 >>> read_run(Path("runs/timing")).facilities  # doctest: +SKIP
 ('first', 'second', 'third', 'fourth')
@@ -150,11 +150,6 @@ def read_run(folder: Path) -> Run:
 def _read(folder: Path, ledger: LedgerReader) -> Run:
     end = float(ledger.rows("SELECT coalesce(max(at), 0) AS at FROM events")[0]["at"])
     summary, recounted = _summary(folder, ledger)
-    by_cutoff = bool(
-        ledger.rows(
-            "SELECT 1 FROM events WHERE kind = 'TimerFired' AND job IS NULL AND body ->> 'key' LIKE 'cutoff/%' LIMIT 1"
-        )
-    )
     return Run(
         folder=folder,
         meta=ledger.meta,

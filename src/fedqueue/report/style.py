@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedqueue.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK: Final = "#1b1f24"  # text and crosses
@@ -38,7 +38,7 @@ _OTHER_STRATEGIES: Final = ("#56b4e9", "#8c6d31", "#5e4fa2", "#1b9e9e", "#a50f5c
 # ... and Paul Tol's "muted" set, made for the same, for facilities.
 _FACILITY: Final = ("#4477aa", "#cc6677", "#44aa99", "#aa8833", "#aa4499", "#117733", "#88a0dd", "#999944", "#b03030")
 
-_SETTINGS: Final = {
+_SETTINGS: Final[dict[Any, Any]] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 10.0,
     "axes.titlesize": 11.0,
@@ -66,6 +66,7 @@ _SETTINGS: Final = {
     "legend.fontsize": 9.0,
     "legend.labelcolor": INK,
     "hatch.linewidth": 0.7,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "svg.fonttype": "none",  # text stays text: sharp, small, can be searched
     "svg.hashsalt": "fedqueue",  # the same run gives the same page
 }
@@ -103,7 +104,7 @@ def styled() -> Iterator[None]:
         from matplotlib import rc_context
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'fedqueue[plots]'") from None
-    with rc_context({**_SETTINGS}):  # type: ignore[arg-type]
+    with rc_context(_SETTINGS):
         yield
 
 
@@ -117,13 +118,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def legend_below(figure: Figure, axes: Axes, *, columns: int = 4) -> None:
-    """What is labelled, once, under the plot, where it covers nothing."""
-    entries: Mapping[str, object] = dict(reversed(list(zip(*reversed(axes.get_legend_handles_labels()), strict=True))))
-    labels = list(reversed(entries))
-    if labels:
-        handles = [entries[label] for label in labels]
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns)  # type: ignore[arg-type]
+def clock_label(unit: str, *, simulated: bool) -> str:
+    return f"{'virtual time' if simulated else 'run clock'} ({unit})"
+
+
+def short(name: str, most: int = 22) -> str:
+    """A name that fits beside a plot."""
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def save_png(figure: Figure, path: Path) -> Path:
@@ -143,13 +144,9 @@ def svg(figure: Figure, description: str) -> str:
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
     drawing = drawing[drawing.index("<svg ") :]
-    drawing = re.sub(r'(<g) id="\w+_\d+"', r"\1", drawing)  # every figure numbers its groups alike: not unique in a page
+    drawing = re.sub(
+        r'(<g) id="\w+_\d+"', r"\1", drawing
+    )  # every figure numbers its groups alike: not unique in a page
     for colour, name in PAGE_COLOURS.items():
         drawing = drawing.replace(colour, f"var({name}, {colour})")
-    return drawing.replace("<svg ", f'<svg role="img" aria-label="{_attribute(description)}" ', 1)
-
-
-def _attribute(text: str) -> str:
-    from html import escape
-
-    return escape(text, quote=True)
+    return drawing.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fedqueue.report.data import Job, Run
-from fedqueue.report.style import FAINT, INK, LINE, PAPER, clock_unit, legend_below, new_figure
+from fedqueue.report.style import FAINT, INK, LINE, PAPER, clock_label, clock_unit, new_figure, short
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Bar = Literal["waiting", "training", "upload"]
+Mark = Literal["requeued", "failed"]
 
 ROUNDS_SHOWN: Final = 12
 JOBS_SHOWN: Final = 40  # a facility; more bars in a row cannot be told apart
 LANE: Final = 0.30  # inches
-BAR: Final = 0.72  # of a lane
-GAP: Final = 0.5  # of a lane, between facilities
-
-
-@dataclass(frozen=True, slots=True)
-class _Lanes:
-    """Where the jobs of a facility are drawn: jobs that overlap lie in different lanes."""
-
-    jobs: Sequence[tuple[int, Job]]
-    count: int
+GAP: Final = 0.6  # of a lane, between facilities
+_BARS: Final[dict[Bar, tuple[float, float]]] = {  # height in lanes, opacity
+    "waiting": (0.74, 0.28),
+    "training": (0.74, 1.0),
+    "upload": (0.18, 1.0),
+}
+_MARKS: Final[dict[Mark, str]] = {"requeued": "<", "failed": "X"}
+_ABSENCES: Final[dict[str, dict[str, Any]]] = {
+    "out of reach": {"facecolor": "none", "edgecolor": INK, "alpha": 0.45, "hatch": "/////", "linewidth": 0},
+    "suspended": {"facecolor": LINE, "alpha": 0.6, "linewidth": 0},
+}
+_CLOSINGS: Final[dict[str, dict[str, Any]]] = {  # models may come close together, so they are drawn lighter
+    "cutoff": {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (4, 2))},
+    "new model": {"color": FAINT, "linewidth": 0.7, "linestyle": (0, (1, 2))},
+}
 
 
 def window(run: Run) -> float:
@@ -42,104 +51,120 @@ def window(run: Run) -> float:
 
 
 def timeline(run: Run, colours: Mapping[str, str]) -> Figure:
-    """Waiting, training and hand-in of every job, with what went wrong. Call it inside `styled`."""
+    """Waiting, training and upload of every job, with what went wrong. Call it inside `styled`."""
     shown = window(run)
     size, unit = clock_unit(shown)
-    rows = {name: _lanes([j for j in run.jobs if j.facility == name and j.submitted_at < shown]) for name in colours}
-    rows = {name: rows[name] for name in run.facilities}
-    lanes = sum(row.count for row in rows.values()) + GAP * len(rows)
-    figure = new_figure(10.0, 1.5 + LANE * lanes)
+    rows = {
+        name: _lanes([j for j in run.jobs if j.facility == name and j.submitted_at < shown]) for name in run.facilities
+    }
+    heights = {name: 1 + max((lane for lane, _ in row), default=0) for name, row in rows.items()}
+    figure = new_figure(10.0, 1.5 + LANE * sum(height + GAP for height in heights.values()))
     axes = figure.subplots()
-    top, centres = 0.0, {}
+    seen: set[str] = set()
+    top, centres = 0.0, []
     for name, row in rows.items():
-        top += GAP / 2
-        _absences(axes, run, name, (top - GAP / 2, row.count + GAP), size)
-        for lane, job in row.jobs:
-            _draw(axes, job, top + lane + 0.5, colours[name], size)
-        centres[name] = top + row.count / 2
-        top += row.count + GAP / 2
+        height = heights[name] + GAP
+        seen |= _draw_absences(axes, run, name, (top, height), size)
+        seen |= _draw_jobs(axes, row, top + GAP / 2, colours[name], size)
+        centres.append(top + height / 2)
+        top += height
         axes.axhline(top, color=LINE, linewidth=0.8)
-    closings = run.cutoffs or run.models
-    label = "cutoff" if run.cutoffs else "new model"
-    for at in closings:
-        if at <= shown:
-            axes.axvline(at / size, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1.5, label=label)
+    closings = [at / size for at in run.cutoffs or run.models if at <= shown]
+    if closings:
+        label = "cutoff" if run.cutoffs else "new model"
+        axes.vlines(closings, 0, top, zorder=1.5, **_CLOSINGS[label])
+        seen.add(label)
     axes.set_xlim(0, max(shown, 1e-9) / size)
-    axes.set_ylim(top, 0)
-    axes.set_yticks(list(centres.values()), list(centres))
+    axes.set_ylim(max(top, 1e-9), 0)
+    axes.set_yticks(centres, [short(name) for name in rows])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
-    axes.set_xlabel(f"{'virtual time' if run.simulated else 'run clock'} ({unit})")
+    axes.set_xlabel(clock_label(unit, simulated=run.simulated))
     part = "" if shown == run.end else f": the first {shown / size:.4g} of {run.end / size:.4g} {unit}"
     axes.set_title(f"What each facility was doing{part}")
-    legend_below(figure, axes, columns=8)
+    key = {label: artist for label, artist in _key().items() if label in seen}
+    if key:
+        figure.legend(key.values(), key.keys(), loc="outside lower left", ncols=len(_key()))
     return figure
 
 
-def _lanes(jobs: Sequence[Job]) -> _Lanes:
+def _lanes(jobs: Sequence[Job]) -> list[tuple[int, Job]]:
+    """Each job with the lane it is drawn in: jobs that overlap lie in different lanes."""
     free_at: list[float] = []
     placed = []
     for job in jobs:
         lane = next((i for i, at in enumerate(free_at) if at <= job.submitted_at), len(free_at))
         free_at[lane : lane + 1] = [job.closed_at]
         placed.append((lane, job))
-    return _Lanes(placed, max(len(free_at), 1))
+    return placed
 
 
-def _draw(axes: Axes, job: Job, y: float, colour: str, size: float) -> None:
-    def bar(since: float, until: float, height: float, *, alpha: float, label: str) -> None:
-        axes.broken_barh(
-            [(since / size, (until - since) / size)],
-            (y - height / 2, height),
-            facecolor=colour,
-            alpha=alpha,
-            linewidth=0,
-            zorder=2,
-            label=label,
-        )
-
+def _bars(job: Job) -> Iterator[tuple[Bar, float, float]]:
     known = job.submitted_at
     for attempt in job.attempts:
-        waited_from = max(attempt.eligible_at, known)
-        bar(waited_from, attempt.started_at, BAR, alpha=0.25, label="waiting")
-        bar(attempt.started_at, attempt.stopped_at, BAR, alpha=1.0, label="training")
+        yield "waiting", max(attempt.eligible_at, known), attempt.started_at
+        yield "training", attempt.started_at, attempt.stopped_at
         known = attempt.stopped_at
-        if attempt.outcome == "requeued":
-            axes.plot(
-                [known / size],
-                [y],
-                marker="<",
-                markersize=7,
-                color=INK,
-                markeredgecolor=PAPER,
-                linestyle="none",
-                zorder=4,
-                label="requeued",
-            )
     if job.waits_since is not None:
-        bar(job.waits_since, job.closed_at, BAR, alpha=0.25, label="waiting")
+        yield "waiting", job.waits_since, job.closed_at
     elif job.closed_at > known:
-        bar(known, job.closed_at, BAR / 4, alpha=1.0, label="upload")
+        yield "upload", known, job.closed_at
+
+
+def _marks(job: Job) -> Iterator[tuple[Mark, float]]:
+    for attempt in job.attempts:
+        if attempt.outcome == "requeued":
+            yield "requeued", attempt.stopped_at
     if job.failed:
-        at = [job.closed_at / size]
-        axes.plot(at, [y], marker="X", markersize=8, color=INK, markeredgecolor=PAPER, linestyle="none", zorder=5, label="failed")
+        yield "failed", job.closed_at
 
 
-def _absences(axes: Axes, run: Run, facility: str, span: tuple[float, float], size: float) -> None:
-    """Grey behind the row while a facility was out of reach or suspended."""
-    kinds = ((run.outages, "////", "out of reach"), (run.suspensions, "....", "suspended"))
-    for absences, hatch, label in kinds:
+def _draw_jobs(axes: Axes, row: Sequence[tuple[int, Job]], top: float, colour: str, size: float) -> set[str]:
+    bars: defaultdict[tuple[int, Bar], list[tuple[float, float]]] = defaultdict(list)
+    marks: defaultdict[Mark, list[tuple[float, float]]] = defaultdict(list)
+    for lane, job in row:
+        for bar, since, until in _bars(job):
+            bars[lane, bar].append((since / size, (until - since) / size))
+        for mark, at in _marks(job):
+            marks[mark].append((at / size, top + lane + 0.5))
+    for (lane, bar), spans in bars.items():
+        height, alpha = _BARS[bar]
+        span = (top + lane + (1 - height) / 2, height)
+        axes.broken_barh(spans, span, facecolor=colour, alpha=alpha, linewidth=0, zorder=2)
+    for mark, places in marks.items():
+        x, y = zip(*places, strict=True)
+        axes.scatter(x, y, marker=_MARKS[mark], s=60, color=INK, edgecolor=PAPER, linewidth=0.8, zorder=4)
+    return {bar for _, bar in bars} | set(marks)
+
+
+def _draw_absences(axes: Axes, run: Run, facility: str, span: tuple[float, float], size: float) -> set[str]:
+    """Grey over the row while a facility was out of reach, when what is known of its jobs is old; behind it while it
+    was suspended, when jobs that it has go on."""
+    seen = set()
+    for label, absences, layer in (("out of reach", run.outages, 3), ("suspended", run.suspensions, 1)):
         for absence in absences:
             if absence.facility == facility:
                 until = run.end if absence.until is None else absence.until
-                axes.broken_barh(
-                    [(absence.at / size, (until - absence.at) / size)],
-                    span,
-                    facecolor="none",
-                    edgecolor=FAINT,
-                    alpha=0.55,
-                    hatch=hatch,
-                    linewidth=0,
-                    zorder=1,
-                    label=label,
-                )
+                stretch = [(absence.at / size, (until - absence.at) / size)]
+                axes.broken_barh(stretch, span, **_ABSENCES[label], zorder=layer)
+                seen.add(label)
+    return seen
+
+
+def _key() -> dict[str, Artist]:
+    """The signs of the plot, in the neutral colour: rows have their own."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    key: dict[str, Artist] = {
+        "waiting": Patch(facecolor=FAINT, alpha=_BARS["waiting"][1]),
+        "training": Patch(facecolor=FAINT),
+        "upload": Line2D([], [], color=FAINT, linewidth=2.5),
+    }
+    for mark, shape in _MARKS.items():
+        key[mark] = Line2D([], [], color=INK, marker=shape, markersize=7, markeredgecolor=PAPER, linestyle="none")
+    for label, look in _ABSENCES.items():
+        key[label] = Patch(**look)
+    for label, look in _CLOSINGS.items():
+        key[label] = Line2D([], [], **look)
+    return key

@@ -237,10 +237,10 @@ class Strategy:
         """The run clock stood still meanwhile, so nothing we hold is wrong; strategies may say more."""
 
     def _model_ready(self, event: ModelReady) -> None:
-        if event.version != self.ready + 1:  # repeated
-            return self._ignore(f"version {event.version} is not the next after {self.ready}")
+        if event.version != self.ready + 1 or event.version not in self._making:
+            return self._ignore(f"version {event.version} was not waited for")  # it is repeated
         self.ready = event.version
-        self._making.pop(event.version, None)
+        del self._making[event.version]
         self._aggregate_failures = 0
         if self.plan.rounds is not None and self.ready >= self.plan.rounds:
             self.stop("all rounds done")
@@ -391,8 +391,11 @@ class Strategy:
         self._failure(event.job_id, event.attempt, event.reason, event.transient)
 
     def _update_rejected(self, event: UpdateRejected) -> None:
-        if self._failure(event.job_id, event.attempt, event.reason, True):
-            self._record_fate(event.job_id, event.attempt, "rejected", reason=event.reason)
+        self._reject(event.job_id, event.attempt, event.reason)
+
+    def _reject(self, job: JobId, attempt: int, reason: str) -> None:
+        if self._failure(job, attempt, reason, True):
+            self._record_fate(job, attempt, "rejected", reason=reason)
 
     def _failure(self, job: JobId, attempt: int, reason: str, transient: bool) -> bool:
         """Close a job that brought nothing; try again, or leave its facility alone. False: it was closed before."""
@@ -420,6 +423,9 @@ class Strategy:
         facility, job = self._find(receipt.job_id, receipt.attempt)
         if facility is None or job is None:
             return self._ignore(f"update of {receipt.job_id} attempt {receipt.attempt}: repeated or superseded")
+        given = job.assignment.base_version if job.assignment is not None else min(receipt.base_version, self.ready)
+        if receipt.base_version != given:
+            return self._reject(receipt.job_id, receipt.attempt, f"it says version {receipt.base_version}, not {given}")
         del facility.jobs[receipt.job_id]
         if not self.observes_starts:
             facility.predictor.observe(self.now, receipt.admission_delay)

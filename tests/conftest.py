@@ -1,0 +1,69 @@
+"""What tests share: small configs, traces of runs, and a way to renew golden files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedqueue.config import Config, parse
+from fedqueue.messages import Command, Event
+from fedqueue.sim.runner import simulate
+
+Trace = list[tuple[Event, list[Command]]]
+
+STRATEGY_NAMES = ("fedqueue", "jit", "fedavg", "fedasync", "fedbuff", "fedcompass")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden traces from what happens now")
+
+
+def facility(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "steps_per_second": 10.0,
+        "queue": {"kind": "lognormal", "mean": 2.0, "rho": 0.9},
+        **changes,
+    }
+
+
+def config_of(
+    strategy: str,
+    *,
+    facilities: Sequence[dict[str, Any]] | None = None,
+    options: dict[str, Any] | None = None,
+    faults: Sequence[dict[str, Any]] = (),
+    **run: Any,
+) -> Config:
+    """A timing-only run of two facilities, unless said otherwise."""
+    tree: dict[str, Any] = {
+        "run": {"strategy": strategy, "seed": 1, "round_length": 10.0, **run},
+        "task": {"name": "timing"},
+        "strategy": {strategy: options or {}},
+        "facility": list(facilities or [facility("east"), facility("west", steps_per_second=5.0)]),
+        "fault": list(faults),
+    }
+    if "rounds" not in run and "seconds" not in run:
+        tree["run"]["rounds"] = 10
+    return parse(tree)
+
+
+def trace_of(config: Config) -> Trace:
+    """Every event of a run with its commands."""
+    trace: Trace = []
+    simulate(config, listeners=[lambda event, commands: trace.append((event, list(commands)))])
+    return trace
+
+
+def commands_of(trace: Trace, kind: type[Any]) -> list[Any]:
+    return [command for _, commands in trace for command in commands if isinstance(command, kind)]
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

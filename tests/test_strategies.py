@@ -1,0 +1,276 @@
+"""What must hold for every strategy, whatever queues and faults do: found by hypothesis, not by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedqueue.config import Config, parse
+from fedqueue.messages import (
+    Aggregate,
+    AssignWork,
+    Command,
+    Event,
+    JobStarted,
+    ModelReady,
+    PostWork,
+    Record,
+    StopRun,
+    SubmitJob,
+    UpdateArrived,
+)
+from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.queues import Queue
+from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
+from fedqueue.sim.site import Site
+from tests.conftest import STRATEGY_NAMES, Trace
+
+SHARE = st.floats(0, 0.5)
+
+OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "fedqueue": st.fixed_dictionaries(
+        {},
+        optional={
+            "predictor": st.sampled_from(["static", "ewma", "log-ewma", "rolling-median"]),
+            "smoothing": st.floats(0, 1),
+            "margin": st.floats(0, 5),
+            "decay": st.sampled_from(["harmonic", "exponential", "none"]),
+            "beta": st.floats(0, 3),
+            "lr_scaling": st.sampled_from(["inverse", "none"]),
+            "close": st.sampled_from(["timer", "early"]),
+            "overlap": st.booleans(),
+            "max_staleness": st.none() | st.integers(0, 3),
+        },
+    ),
+    "jit": st.fixed_dictionaries(
+        {},
+        optional={
+            "round_length": st.floats(1, 15),
+            "pipeline": st.sampled_from(["timed", "independent", "chain", "off"]),
+            "lead": st.floats(0, 1),
+            "weigh_work": st.booleans(),
+            "lr_scaling": st.sampled_from(["inverse", "none"]),
+            "max_staleness": st.none() | st.integers(0, 3),
+        },
+    ),
+    "fedavg": st.fixed_dictionaries({"steps": st.integers(1, 200)}),
+    "fedasync": st.fixed_dictionaries({"steps": st.integers(1, 200), "exponent": st.floats(0, 2)}),
+    "fedbuff": st.fixed_dictionaries({"steps": st.integers(1, 200), "buffer": st.integers(1, 6)}),
+    "fedcompass": st.fixed_dictionaries({"min_steps": st.integers(1, 30), "max_steps": st.integers(30, 200)}),
+}
+
+QUEUES = st.one_of(
+    st.fixed_dictionaries({"kind": st.just("fixed"), "delay": st.floats(0, 30)}),
+    st.fixed_dictionaries({"kind": st.just("lognormal"), "mean": st.floats(0.1, 10), "rho": st.floats(0, 1.5)}),
+    st.fixed_dictionaries(
+        {"kind": st.just("step"), "mean": st.just(2.0), "mean_after": st.floats(0.1, 30), "change_at": st.floats(0, 80)}
+    ),
+)
+
+FACILITY = st.fixed_dictionaries(
+    {"steps_per_second": st.floats(0.5, 50), "queue": QUEUES},
+    optional={
+        "slowdown": st.floats(0.5, 8),
+        "accrue": st.floats(0, 1),
+        "startup_seconds": st.floats(0, 2),
+        "megabytes_per_second": st.floats(0.5, 10),
+        "latency_seconds": st.floats(0, 1),
+        "queue_limit": st.integers(1, 2),
+        "max_jobs": st.integers(1, 3),
+        "nodes": st.integers(1, 4),
+    },
+)
+
+FAULT = st.one_of(
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["preempt", "hang", "corrupt", "duplicate"]), "probability": SHARE},
+        optional={"facility": st.sampled_from(["f0", "f1", "*"])},
+    ),
+    st.fixed_dictionaries(
+        {"kind": st.just("fail"), "probability": SHARE, "transient": st.booleans(), "facility": st.just("f0")}
+    ),
+    st.fixed_dictionaries(
+        {"kind": st.just("outage"), "at": st.floats(0, 100), "facility": st.sampled_from(["f0", "f1", "*"])},
+        optional={"seconds": st.floats(0.1, 60), "loses_jobs": st.booleans()},
+    ),
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn, strategy: str, *, faults: bool = True) -> Config:
+    facilities = draw(st.lists(FACILITY, min_size=2, max_size=4))
+    tree = {
+        "run": {
+            "strategy": strategy,
+            "seed": draw(st.integers(0, 2**32)),
+            "rounds": draw(st.integers(1, 15)),
+            "seconds": draw(st.floats(1, 400)),
+            "warm_up": draw(st.booleans()),
+        },
+        "task": {"name": "timing"},
+        "strategy": {strategy: draw(OPTIONS[strategy])},
+        "facility": [{"name": f"f{i}", **f} for i, f in enumerate(facilities)],
+        "fault": draw(st.lists(FAULT, max_size=3)) if faults else [],
+        "simulator": {"aggregate_seconds": draw(st.sampled_from([0.0, 0.5, 12.0]))},
+        "failures": {"suspend_seconds": draw(st.floats(1, 50)), "max_suspensions": draw(st.integers(0, 3))},
+    }
+    return parse(tree)
+
+
+def run(config: Config, bend: tuple[float, float] | None = None) -> tuple[Trace, str | None]:
+    """The trace of a run and why it stopped; `bend` (t, extra) makes jobs that would start after t start later."""
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    if bend is not None:
+        for site in sites:
+            site.queue = Bent(site.queue, *bend)
+    strategy = make_strategy(config, make_plan(config, sites, None))
+    trace: Trace = []
+
+    def listen(event: Event, commands: Sequence[Command]) -> None:
+        trace.append((event, list(commands)))
+        assert len(trace) < 200_000, "the run does not end"
+
+    Simulation(config, sites, TimingOnly(1.0), strategy, [listen]).run()
+    return trace, strategy.stopped
+
+
+class Bent:
+    def __init__(self, queue: Queue, after: float, extra: float) -> None:
+        self._queue, self._after, self._extra = queue, after, extra
+
+    def delay(self, number: int, attempt: int, at: float) -> float:
+        delay = self._queue.delay(number, attempt, at)
+        return delay + self._extra if at + delay > self._after else delay
+
+
+def check_invariants(trace: Trace) -> None:
+    fates: Counter[tuple[object, object]] = Counter()
+    arrived: set[tuple[str, int]] = set()
+    aggregated: Counter[tuple[str, int]] = Counter()
+    ready, made, submitted, seen_at = 0, 0, set(), 0.0
+    for event, commands in trace:
+        assert event.at >= seen_at, "the run clock runs backwards"
+        seen_at = event.at
+        if isinstance(event, ModelReady):
+            assert event.version == ready + 1, "versions rise by one"
+            ready = event.version
+        if isinstance(event, UpdateArrived):
+            arrived.add((event.receipt.job_id, event.receipt.attempt))
+        for command in commands:
+            if isinstance(command, SubmitJob):
+                assert command.order.job_id not in submitted, "a job id is used once"
+                submitted.add(command.order.job_id)
+            elif isinstance(command, AssignWork):
+                assert command.assignment.base_version <= ready, "only ready versions are assigned"
+            elif isinstance(command, PostWork):
+                assert command.standing.version <= ready
+            elif isinstance(command, Aggregate):
+                assert (command.from_version, command.to_version) == (made, made + 1)
+                made += 1
+                aggregated.update((s.job_id, s.attempt) for s in command.weights)
+                total = sum(s.weight for s in command.weights)
+                assert total <= 1 + 1e-9
+            elif isinstance(command, Record) and command.kind == "fate":
+                fates[command.facts["job"], command.facts["attempt"]] += 1
+    assert all(n == 1 for n in aggregated.values()), "an update is aggregated at most once"
+    assert all(n == 1 for n in fates.values()), "an update has one fate"
+    assert set(aggregated) <= arrived, "only what arrived is aggregated"
+    stopped = any(isinstance(c, StopRun) for _, commands in trace for c in commands)
+    if stopped:
+        assert arrived <= set(fates), "no update vanishes"
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_run_ends_and_every_update_has_one_fate(strategy: str, data: st.DataObject) -> None:
+    trace, _ = run(data.draw(configs(strategy)))
+    check_invariants(trace)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_same_events_bring_the_same_commands_again(strategy: str, data: st.DataObject) -> None:
+    config = data.draw(configs(strategy))
+    trace, _ = run(config)
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    for event, commands in trace:
+        assert list(fresh.handle(event)) == commands
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data(), moment=st.floats(0, 120), extra=st.floats(0.01, 50))
+@settings(max_examples=60, deadline=None)
+def test_nothing_before_t_depends_on_delays_after_t(
+    strategy: str, data: st.DataObject, moment: float, extra: float
+) -> None:
+    config = data.draw(configs(strategy))
+    straight, _ = run(config)
+    bent, _ = run(config, bend=(moment, extra))
+    assert [s for s in straight if s[0].at < moment] == [s for s in bent if s[0].at < moment]
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_facility_starves_when_nothing_fails(strategy: str, data: st.DataObject) -> None:
+    config = data.draw(configs(strategy, faults=False))
+    trace, _ = run(config)
+    jobs = Counter(c.order.facility for _, commands in trace for c in commands if isinstance(c, SubmitJob))
+    assert set(jobs) == {f.name for f in config.facility}
+    # Whoever is free is given work again before the run goes on for long: jobs follow arrivals.
+    back = Counter(e.receipt.job_id.split("/")[0] for e, _ in trace if isinstance(e, UpdateArrived))
+    if strategy in ("fedasync", "fedbuff"):
+        assert all(jobs[name] >= back[name] for name in jobs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data(), disorder=st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_disordered_repeated_and_lost_events_never_break_the_books(
+    strategy: str, data: st.DataObject, disorder: Any
+) -> None:
+    """Events of a real run, shuffled nearby, doubled and dropped: no exception, nothing used twice."""
+    config = data.draw(configs(strategy))
+    trace, _ = run(config)
+    events = [e for e, _ in trace for _ in range(disorder.choice((0, 1, 1, 1, 2)))]
+    events = [e for _, e in sorted(enumerate(events), key=lambda pair: pair[0] + disorder.uniform(0, 4))]
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    aggregated: Counter[tuple[str, int]] = Counter()
+    made = 0
+    for event in events:
+        for command in fresh.handle(event):
+            if isinstance(command, Aggregate):
+                assert command.from_version in (made, made - 1)  # or the same again, after a failure
+                made = command.to_version
+                aggregated.update((s.job_id, s.attempt) for s in command.weights)
+    assert all(n == 1 for n in aggregated.values())
+
+
+def test_jobs_see_the_same_delays_under_every_strategy() -> None:
+    delays: dict[str, dict[str, float]] = {}
+    for strategy in STRATEGY_NAMES:
+        config = parse(
+            {
+                "run": {"strategy": strategy, "rounds": 8, "seed": 5},
+                "task": {"name": "timing"},
+                "facility": [
+                    {"name": n, "steps_per_second": 10.0, "queue": {"kind": "lognormal", "mean": 3.0, "rho": 0.9}}
+                    for n in ("a", "b")
+                ],
+            }
+        )
+        starts = [e for e, _ in run(config)[0] if isinstance(e, JobStarted)]
+        delays[strategy] = {e.job_id: e.admission_delay for e in starts}
+    common = set.intersection(*(set(d) for d in delays.values()))
+    assert len(common) >= 4
+    for job in common:
+        assert max(d[job] for d in delays.values()) == pytest.approx(min(d[job] for d in delays.values()))
