@@ -45,6 +45,21 @@ def wall_request(train_seconds: float, overhead: float, stretch: float) -> float
     return train_seconds * stretch + overhead + 1.0
 
 
+def linger_until(standing: Standing, started_at: float) -> float | None:
+    """Until when a job that starts now should wait for a newer version; None: it takes what there is.
+
+    A model is made at every cutoff. Work taken just before one is stale when it comes back, a whole round later;
+    waiting a moment, with the nodes held, brings the new model and still nearly a whole round.
+
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1, patience=1.0)
+    >>> linger_until(work, started_at=39.5), linger_until(work, started_at=33.0)
+    (41.0, None)
+    """
+    near = abs(standing.next_cutoff - started_at) < standing.patience
+    return standing.next_cutoff + standing.patience if near else None
+
+
 def bind(standing: Standing, started_at: float) -> Assignment:
     """What a job that starts now takes from the standing work: steps until the first cutoff it can be of use for.
 

@@ -132,10 +132,11 @@ class Standing:
     learning_rate: float
     lr_scaling: Scaling = "none"
     least_steps: int | None = None  # E_min, for inverse scaling
+    patience: float = 0.0  # seconds around a cutoff in which a job waits for the next version instead
 
     def __post_init__(self) -> None:
         _count(self, "version")
-        _seconds(self, "next_cutoff", "overhead")
+        _seconds(self, "next_cutoff", "overhead", "patience")
         for name in ("round_length", "steps_per_second", "learning_rate"):
             value = getattr(self, name)
             if not (isfinite(value) and value > 0):
@@ -238,13 +239,16 @@ class SubmitRefused(_Event):
 
 @message
 class JobStarted(_Event):
+    """It runs and has its work: at once, or after it lingered for a model that was about to come."""
+
     job_id: JobId
     attempt: int
     admission_delay: float  # start minus eligible
     bound: Assignment | None = None  # what it took from the standing work, if that is how it got its work
+    lingered: float = 0.0  # seconds it held its nodes before it took its work
 
     def __post_init__(self) -> None:
-        _seconds(self, "at", "admission_delay")
+        _seconds(self, "at", "admission_delay", "lingered")
         _count(self, "attempt")
 
 

@@ -58,6 +58,7 @@ class Tally:
         self._updates = {"admitted": 0, "deferred": 0, "rejected": 0, "expired": 0}
         self._steps = 0
         self._transfers = 0
+        self._posted: dict[str, int] = {}  # newest version that lies at a facility
         self._best: float | None = None
         self._final: float | None = None
         self._targets = tuple(targets)
@@ -78,8 +79,11 @@ class Tally:
             elif type(command) is Record:
                 if command.kind == "fate":
                     self._fate(command.facts)
-            elif type(command) is AssignWork or type(command) is PostWork:
+            elif type(command) is AssignWork:
                 self._transfers += 1  # a model travels to a facility
+            elif type(command) is PostWork and self._posted.get(command.facility) != command.standing.version:
+                self._posted[command.facility] = command.standing.version
+                self._transfers += 1
 
     def summary(self, *, strategy: str, seed: int, wall_seconds: float) -> dict[str, Any]:
         """The figures, in the order in which `--json` prints them. Call it when the run is over."""
@@ -114,7 +118,7 @@ class Tally:
     def _job_started(self, event: JobStarted) -> None:
         job = self._open.get(event.job_id)
         if job is not None:
-            job.held_since = event.at
+            job.held_since = event.at - event.lingered
 
     def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed | SubmitRefused) -> None:
         job = self._open.get(event.job_id)

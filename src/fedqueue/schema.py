@@ -17,9 +17,10 @@ CREATE INDEX events_of_job ON events (job) WHERE job IS NOT NULL;
 CREATE VIEW incarnations AS
 SELECT s.job,
        json_extract(s.body, '$.attempt') AS attempt,
-       s.at AS started_at,
+       s.at - json_extract(s.body, '$.lingered') AS started_at,
+       json_extract(s.body, '$.lingered') AS lingered,
        json_extract(s.body, '$.admission_delay') AS admission_delay,
-       s.at - json_extract(s.body, '$.admission_delay') AS eligible_at,
+       s.at - json_extract(s.body, '$.lingered') - json_extract(s.body, '$.admission_delay') AS eligible_at,
        json_extract(s.body, '$.bound') AS bound,
        (SELECT min(e.at) FROM events e WHERE e.job = s.job AND e.seq > s.seq
          AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at

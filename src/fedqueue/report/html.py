@@ -146,8 +146,8 @@ dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr))
 dt { font-size: .74rem; color: var(--faint); text-transform: uppercase; letter-spacing: .05em; }
 dd { margin: 0; font-size: .96rem; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; font-size: .84rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
-th, td { padding: .34rem .7rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-size: .82rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: .34rem .5rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; border-bottom: 1.5px solid var(--ink); font-weight: 600; white-space: nowrap; }
 th:first-child, td:first-child { padding-left: 0; white-space: nowrap; }
 tfoot td { border-top: 1.5px solid var(--ink); border-bottom: 0; font-weight: 600; }
@@ -155,7 +155,7 @@ tfoot td { border-top: 1.5px solid var(--ink); border-bottom: 0; font-weight: 60
 td:not(.figure) { overflow-wrap: anywhere; }
 .unit { display: block; font-weight: 400; font-size: .74rem; color: var(--faint); }
 .missing { color: var(--faint); }
-.key { white-space: nowrap; }
+.key { display: inline-block; max-width: 14rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .key i { display: inline-block; width: .75em; height: .75em; margin-right: .5em; border-radius: 2px; }
 figure { margin: 1.2rem 0 1.8rem; }
 figure svg { display: block; max-width: 100%; height: auto; overflow: visible; }
@@ -166,11 +166,11 @@ summary { cursor: pointer; font-size: .92rem; }
 pre { overflow-x: auto; font-size: .78rem; line-height: 1.4; background: var(--ground); padding: .8rem; }
 @media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } }
 @media print {
-  :root { --ink: #000; --faint: #444; --line: #bbb; --paper: #fff; --ground: #fff; }
+  :root { --ink: #000; --faint: #444; --line: #ccc; --paper: #fff; --ground: #fff; }
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
-  h2 { break-before: page; }
-  header + h2, h2:first-of-type { break-before: auto; }
+  section + section { break-before: page; }
+  h2 { margin-top: 0; }
   figure, tr, .note { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
   .wide { overflow: visible; }

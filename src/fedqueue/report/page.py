@@ -104,10 +104,9 @@ def _section(run: Run, anchor: str, colours: Mapping[str, str], beside: Path, *,
     name = run.folder.resolve().name
     parts = [f'<section><h2 id="{anchor}">{html(f"{name}: {run.strategy}, seed {run.seed}")}</h2>']
     if run.recounted is not None:
-        note = (
-            f"{run.recounted}: the run was cut off, or still goes on. The figures are counted from its ledger, which "
-        )
-        parts.append(paragraph(f"{note}ends at {run.end:.1f} s.", "note"))
+        why = "" if run.stopped else " The run was cut off, or still goes on."
+        counted = f"The figures are counted from its ledger, which ends at {run.end:,.1f} s."
+        parts.append(paragraph(f"{run.recounted}.{why} {counted}", "note"))
     parts.append(run_facts(run))
     if alone:
         parts += ["<h3>Figures</h3>", summary_tables([run], strategy_colours([run.strategy]))]

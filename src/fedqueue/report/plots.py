@@ -16,6 +16,7 @@ from fedqueue.report.data import Curve, Run, read_run
 from fedqueue.report.style import (
     FAINT,
     PAPER,
+    amount,
     clock_label,
     clock_unit,
     facility_colours,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 FOLDER: Final = "plots"
 MARKERS: Final = "osD^vP*X"
 STUB: Final = 0.012  # of the time axis, drawn after the last score
-MANY: Final = 2000  # points; more are drawn as one picture inside an SVG
+MANY: Final = 1000  # points of one colour; more are drawn as one picture inside an SVG
+MOST_RANGE: Final = 1e4  # largest over smallest delay that has a place on an axis
 LOG_RANGE: Final = 30.0  # largest over smallest delay from which axes are logarithmic
 
 
@@ -52,7 +54,8 @@ def run_figures(run: Run, colours: Mapping[str, str]) -> dict[str, Figure]:
         if run.scores:
             label = run.strategy
             figures["score"] = _scores({label: [run.scores]}, run.targets, "Score of the newest model", run.simulated)
-        figures["timeline"] = timeline(run, colours)
+        if run.jobs:
+            figures["timeline"] = timeline(run, colours)
         if any(update.fate == "aggregated" for update in run.updates):
             figures["staleness"] = _staleness(run, colours)
         if any(forecasts(run).values()):
@@ -202,44 +205,40 @@ def _forecast(run: Run, colours: Mapping[str, str]) -> Figure:
     pairs = {name: points for name, points in forecasts(run).items() if points}
     columns = min(len(pairs), 4)
     rows = ceil(len(pairs) / columns)
-    figure = new_figure(0.7 + 2.35 * columns, 0.5 + 2.7 * rows)
+    figure = new_figure(0.7 + 2.35 * columns, 0.45 + 2.85 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     delays = np.array([value for points in pairs.values() for pair in points for value in pair])
+    least = _delay_axes(grid[0], delays)
     for axes in grid[len(pairs) :]:
         axes.remove()
     for axes, (name, points) in zip(grid, pairs.items(), strict=False):
         expected, real = np.array(points).T
-        axes.axline((1, 1), slope=1, color=FAINT, linewidth=0.9)
-        dots: dict[str, Any] = {"color": colours[name], "alpha": 0.65, "linewidth": 0}
-        axes.scatter(expected, real, s=16, zorder=3, rasterized=len(delays) > MANY, **dots)
+        axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.9, transform=axes.transAxes)
+        many = len(points) > MANY
+        dots: dict[str, Any] = {"color": colours[name], "alpha": 0.2 if many else 0.65, "linewidth": 0}
+        axes.scatter(np.maximum(expected, least), np.maximum(real, least), s=16, zorder=3, rasterized=many, **dots)
         error = np.abs(real - expected).mean()
         axes.set_title(short(name), pad=20)
-        about = f"{len(points)} jobs, mean error {error:.3g} s"
+        about = f"{len(points)} jobs, mean error {amount(error)} s"
         axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=9, color=FAINT)
         axes.set_box_aspect(1)
-    _delay_axes(grid[0], delays)
     figure.supxlabel("forecast admission delay (s)", fontsize=10)
     figure.supylabel("real admission delay (s)", fontsize=10)
     return figure
 
 
-def _delay_axes(axes: Axes, delays: NDArray[np.float64]) -> None:
-    """The same scale both ways for all panels: logarithmic if delays differ by much, straight near zero if some are."""
-    positive = delays[delays > 0]
+def _delay_axes(axes: Axes, delays: NDArray[np.float64]) -> float:
+    """The same scale both ways for all panels, logarithmic if delays differ by much. Returns the least delay, in
+    seconds, that has a place on it: those below, zero among them, are drawn there."""
     high = float(delays.max()) or 1.0
-    low = float(positive.min()) if len(positive) else high
-    if high / low < LOG_RANGE:
-        limits = (0.0, high * 1.05)
-    elif len(positive) == len(delays):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        limits = (low / 1.3, high * 1.3)
-    else:
-        least = float(np.quantile(positive, 0.05))
-        axes.set_xscale("symlog", linthresh=least)
-        axes.set_yscale("symlog", linthresh=least)
-        limits = (-0.1 * least, high * 1.3)
-    axes.set_xlim(limits)
-    axes.set_ylim(limits)
-    for axis in (axes.xaxis, axes.yaxis):
+    least = max(float(delays[delays > 0].min(initial=high)), high / MOST_RANGE)
+    logarithmic = high / least > LOG_RANGE
+    low = least / 1.3 if logarithmic else 0.0
+    for axis, set_scale, set_limits in (
+        (axes.xaxis, axes.set_xscale, axes.set_xlim),
+        (axes.yaxis, axes.set_yscale, axes.set_ylim),
+    ):
+        set_scale("log" if logarithmic else "linear")
+        set_limits(low, high * 1.3 if logarithmic else high * 1.05)
         axis.set_major_formatter(lambda value, _: f"{value:g}")
+    return least if logarithmic else 0.0

@@ -36,7 +36,10 @@ _STRATEGY: Final = {
 }
 _OTHER_STRATEGIES: Final = ("#56b4e9", "#8c6d31", "#5e4fa2", "#1b9e9e", "#a50f5c", "#637939")
 # ... and Paul Tol's "muted" set, made for the same, for facilities.
-_FACILITY: Final = ("#4477aa", "#cc6677", "#44aa99", "#aa8833", "#aa4499", "#117733", "#88a0dd", "#999944", "#b03030")
+_FACILITY: Final = (
+    *("#4477aa", "#cc6677", "#44aa99", "#aa8833", "#aa4499", "#117733"),
+    *("#88a0dd", "#999944", "#b03030", "#7a7a7a", "#5ab4d8", "#6a3d7c"),
+)
 
 _SETTINGS: Final[dict[Any, Any]] = {
     "font.family": ["DejaVu Sans"],
@@ -71,6 +74,7 @@ _SETTINGS: Final[dict[Any, Any]] = {
     "svg.hashsalt": "fedqueue",  # the same run gives the same page
 }
 
+DOTS: Final = 160  # an inch, in PNG files and where an SVG holds points as a picture
 _UNITS: Final = ((2 * 86_400.0, 86_400.0, "days"), (3 * 3_600.0, 3_600.0, "h"), (1_200.0, 60.0, "min"))
 
 
@@ -127,11 +131,20 @@ def short(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
+def amount(value: float) -> str:
+    """About three digits, and never an exponent.
+
+    >>> amount(0.7491), amount(1387.03)
+    ('0.749', '1,387')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def save_png(figure: Figure, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with styled():
-            figure.savefig(path, format="png", dpi=160, facecolor=PAPER)
+            figure.savefig(path, format="png", dpi=DOTS, facecolor=PAPER)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then try again") from None
     return path
@@ -141,7 +154,7 @@ def svg(figure: Figure, description: str) -> str:
     """The figure as an SVG element for a page: the page's fonts and, for ink and paper, the page's colours."""
     with styled():
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(text, format="svg", dpi=DOTS, transparent=True, metadata={"Date": None})
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
     drawing = drawing[drawing.index("<svg ") :]
     drawing = re.sub(

@@ -23,7 +23,6 @@ def run_facts(run: Run) -> str:
     """What the run is and how it ended."""
     summary = run.summary
     score = summary["score"]
-    ending = run.stopped or "it was cut off, or goes on"
     pairs: list[tuple[str, Cell]] = [
         ("run", run.name),
         ("strategy", run.strategy),
@@ -35,7 +34,7 @@ def run_facts(run: Run) -> str:
         ("round length, s", Number(run.round_length, 1)),
         ("driver", str(run.meta["driver"])),
         ("code version", str(run.meta["version"])),
-        ("stopped", ending),
+        ("stopped", run.stopped or "cut off, or still going on"),
     ]
     if score["max"] is not None:
         pairs.insert(7, ("best score", Number(score["max"], 4)))

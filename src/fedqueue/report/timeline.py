@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fedqueue.report.data import Job, Run
-from fedqueue.report.style import FAINT, INK, LINE, PAPER, clock_label, clock_unit, new_figure, short
+from fedqueue.report.style import FAINT, INK, LINE, PAPER, amount, clock_label, clock_unit, new_figure, short
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -64,8 +64,8 @@ def timeline(run: Run, colours: Mapping[str, str]) -> Figure:
     top, centres = 0.0, []
     for name, row in rows.items():
         height = heights[name] + GAP
-        seen |= _draw_absences(axes, run, name, (top, height), size)
-        seen |= _draw_jobs(axes, row, top + GAP / 2, colours[name], size)
+        seen |= _draw_absences(axes, run, name, (top, height), size, shown)
+        seen |= _draw_jobs(axes, row, top + GAP / 2, colours[name], size, shown)
         centres.append(top + height / 2)
         top += height
         axes.axhline(top, color=LINE, linewidth=0.8)
@@ -74,17 +74,16 @@ def timeline(run: Run, colours: Mapping[str, str]) -> Figure:
         label = "cutoff" if run.cutoffs else "new model"
         axes.vlines(closings, 0, top, zorder=1.5, **_CLOSINGS[label])
         seen.add(label)
-    axes.set_xlim(0, max(shown, 1e-9) / size)
-    axes.set_ylim(max(top, 1e-9), 0)
+    axes.set_xlim(0, shown / size)
+    axes.set_ylim(top, 0)
     axes.set_yticks(centres, [short(name) for name in rows])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set_xlabel(clock_label(unit, simulated=run.simulated))
-    part = "" if shown == run.end else f": the first {shown / size:.4g} of {run.end / size:.4g} {unit}"
+    part = "" if shown == run.end else f": the first {amount(shown / size)} of {amount(run.end / size)} {unit}"
     axes.set_title(f"What each facility was doing{part}")
     key = {label: artist for label, artist in _key().items() if label in seen}
-    if key:
-        figure.legend(key.values(), key.keys(), loc="outside lower left", ncols=len(_key()))
+    figure.legend(key.values(), key.keys(), loc="outside lower left", ncols=len(_key()))
     return figure
 
 
@@ -119,14 +118,18 @@ def _marks(job: Job) -> Iterator[tuple[Mark, float]]:
         yield "failed", job.closed_at
 
 
-def _draw_jobs(axes: Axes, row: Sequence[tuple[int, Job]], top: float, colour: str, size: float) -> set[str]:
+def _draw_jobs(
+    axes: Axes, row: Sequence[tuple[int, Job]], top: float, colour: str, size: float, shown: float
+) -> set[str]:
     bars: defaultdict[tuple[int, Bar], list[tuple[float, float]]] = defaultdict(list)
     marks: defaultdict[Mark, list[tuple[float, float]]] = defaultdict(list)
     for lane, job in row:
         for bar, since, until in _bars(job):
-            bars[lane, bar].append((since / size, (until - since) / size))
+            if since < shown:
+                bars[lane, bar].append((since / size, (until - since) / size))
         for mark, at in _marks(job):
-            marks[mark].append((at / size, top + lane + 0.5))
+            if at <= shown:
+                marks[mark].append((at / size, top + lane + 0.5))
     for (lane, bar), spans in bars.items():
         height, alpha = _BARS[bar]
         span = (top + lane + (1 - height) / 2, height)
@@ -137,13 +140,15 @@ def _draw_jobs(axes: Axes, row: Sequence[tuple[int, Job]], top: float, colour: s
     return {bar for _, bar in bars} | set(marks)
 
 
-def _draw_absences(axes: Axes, run: Run, facility: str, span: tuple[float, float], size: float) -> set[str]:
+def _draw_absences(
+    axes: Axes, run: Run, facility: str, span: tuple[float, float], size: float, shown: float
+) -> set[str]:
     """Grey over the row while a facility was out of reach, when what is known of its jobs is old; behind it while it
     was suspended, when jobs that it has go on."""
     seen = set()
     for label, absences, layer in (("out of reach", run.outages, 3), ("suspended", run.suspensions, 1)):
         for absence in absences:
-            if absence.facility == facility:
+            if absence.facility == facility and absence.at < shown:
                 until = run.end if absence.until is None else absence.until
                 stretch = [(absence.at / size, (until - absence.at) / size)]
                 axes.broken_barh(stretch, span, **_ABSENCES[label], zorder=layer)

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from fedqueue.budget import bind
+from fedqueue.budget import bind, linger_until
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
 from fedqueue.messages import (
@@ -47,7 +47,7 @@ from fedqueue.messages import (
 )
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.sim.learning import Learning
-from fedqueue.sim.site import Course, SimJob, Site
+from fedqueue.sim.site import AT_SCHEDULER, Course, SimJob, Site
 from fedqueue.strategies import STRATEGIES, Strategy
 
 JOBS, MODELS, TIMERS = range(3)  # what comes first at equal times
@@ -135,7 +135,7 @@ class Simulation:
             job = site.accept(order, self._now)
             self._soon(JobSubmitted(at=self._now, job_id=order.job_id))
             before = site.jobs.get(order.after) if order.after is not None else None
-            if before is None or before.state not in ("waiting", "running"):
+            if before is None or before.state not in AT_SCHEDULER:
                 self._become_eligible(site, job)
 
     def assign_work(self, command: AssignWork) -> None:
@@ -147,7 +147,9 @@ class Simulation:
 
     def post_work(self, command: PostWork) -> None:
         site = self._sites[command.facility]
-        site.stage(command.standing, self._now, self._now + site.transfer_seconds(self._learning.megabytes))
+        on_site_at = site.stage(command.standing, self._now, self._learning.megabytes)
+        for job in site.lingering():
+            self._at(on_site_at, JOBS, self._take_work, site, job, job.attempt)
 
     def cancel_job(self, command: CancelJob) -> None:
         site = self._sites[facility_of(command.job_id)]
@@ -179,14 +181,34 @@ class Simulation:
     def _start(self, site: Site, job: SimJob, attempt: int) -> None:
         if job.state != "waiting" or job.attempt != attempt or job.eligible_at is None:
             return
-        job.state, job.started_at = "running", self._now
+        job.state, job.started_at = "lingering", self._now
+        until = linger_until(site.standing(self._now)[1], self._now) if job.binds_itself else None
+        if until is None:
+            self._take_work(site, job, attempt)
+        else:
+            self._at(until, JOBS, self._take_work, site, job, attempt)
+
+    def _take_work(self, site: Site, job: SimJob, attempt: int) -> None:
+        """The job has started; here it goes on to train."""
+        if job.state != "lingering" or job.attempt != attempt or job.started_at is None or job.eligible_at is None:
+            return
+        job.state = "running"
         if job.binds_itself:
             job.work_staged_at, standing = site.standing(self._now)
             job.work = bind(standing, self._now)
         assert job.work is not None
-        bound = job.work if job.binds_itself else None
-        delay = self._now - job.eligible_at
-        self._report(site, JobStarted(at=self._now, job_id=job.id, attempt=attempt, admission_delay=delay, bound=bound))
+        delay = job.started_at - job.eligible_at
+        self._report(
+            site,
+            JobStarted(
+                at=self._now,
+                job_id=job.id,
+                attempt=attempt,
+                admission_delay=delay,
+                bound=job.work if job.binds_itself else None,
+                lingered=self._now - job.started_at,
+            ),
+        )
         course = site.course(job, job.work, self._now, delay)
         strikes = site.faults.of(job.number, attempt)
         struck_at = self._now + (course.ends_at - self._now) * (
@@ -197,7 +219,7 @@ class Simulation:
         elif "fail" in strikes:
             self._at(struck_at, JOBS, self._fail, site, job, attempt, "failed (simulated)", strikes["fail"].transient)
         elif "hang" in strikes or course.hits_wall:
-            wall_end = self._now + job.order.wall_seconds
+            wall_end = job.started_at + job.order.wall_seconds
             self._at(wall_end, JOBS, self._fail, site, job, attempt, WALL_TIME, True)
         else:
             self._at(course.ends_at, JOBS, self._end, site, job, job.work, course, frozenset(strikes))

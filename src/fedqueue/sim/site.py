@@ -12,6 +12,8 @@ from fedqueue.messages import Assignment, Event, JobId, Order, Standing, sequenc
 from fedqueue.sim.faults import Faults
 from fedqueue.sim.queues import make_queue, true_mean
 
+AT_SCHEDULER = ("waiting", "lingering", "running")
+
 
 @dataclass(slots=True)
 class SimJob:
@@ -26,7 +28,7 @@ class SimJob:
     attempt: int = 0
     eligible_at: float | None = None  # None: chained to a job that has not ended
     started_at: float | None = None
-    state: str = "waiting"  # waiting, running, ended (its update is on the way), gone
+    state: str = "waiting"  # waiting, lingering, running, ended (its update is on the way), gone
 
     @property
     def id(self) -> JobId:
@@ -64,16 +66,27 @@ class Site:
         return self.settings.latency_seconds + (megabytes / rate if rate is not None else 0.0)
 
     def at_scheduler(self) -> int:
-        return sum(job.state in ("waiting", "running") for job in self.jobs.values())
+        return sum(job.state in AT_SCHEDULER for job in self.jobs.values())
 
     def accept(self, order: Order, at: float) -> SimJob:
         job = SimJob(order, sequence_of(order.job_id), at)
         self.jobs[order.job_id] = job
         return job
 
-    def stage(self, standing: Standing, at: float, on_site_at: float) -> None:
-        self.staged.append((on_site_at, standing))
+    def lingering(self) -> list[SimJob]:
+        return [job for job in self.jobs.values() if job.state == "lingering"]
+
+    def stage(self, standing: Standing, at: float, megabytes: float) -> float:
+        """Standing work is on its way; its model travels only if the site does not have it or await it.
+        Returns when it is on site."""
+        newest = self.staged[-1] if self.staged else None
+        known = newest is not None and newest[1].version == standing.version
+        arrives_at = at + (self.settings.latency_seconds if known else self.transfer_seconds(megabytes))
+        if newest is not None:
+            arrives_at = max(arrives_at, newest[0])
+        self.staged.append((arrives_at, standing))
         self.standing(at)  # drops what is superseded
+        return arrives_at
 
     def standing(self, at: float) -> tuple[float, Standing]:
         """The newest standing work on site, or else the first that will be; and since (or from) when."""
@@ -90,7 +103,7 @@ class Site:
     def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
         """Of an attempt that starts now, after waiting `delay` seconds."""
         train_from = max(at + self.settings.startup_seconds, job.work_staged_at)
-        wall_end = at + job.order.wall_seconds
+        wall_end = (at if job.started_at is None else job.started_at) + job.order.wall_seconds
         seconds = wall_end - train_from
         if work.train_budget is not None:
             seconds = min(seconds, work.train_budget)

@@ -11,6 +11,7 @@ hooks that a strategy fills in:
     model_ready   a version can be named in assignments
     timer         one of the strategy's own timers fired
     lost          do not count on this facility for now
+    resumed       the coordinator was down; the run clock stood still, so what the strategy holds is right
 
 Nothing here reads a clock, draws a random number or touches a tensor.
 """
@@ -71,7 +72,7 @@ from fedqueue.strategies.roster import Facility, Job
 Why = Literal["start", "arrival", "failure", "rejoin"]
 
 AGGREGATE_TRIES = 3
-STRETCH = 1.5  # wall time asked for training, over what it should take
+STRETCH = 1.5  # wall time asked for steps that nothing bounds in time, over what they should take
 
 
 class Strategy:
@@ -129,6 +130,9 @@ class Strategy:
     def timer(self, key: str) -> None:
         pass
 
+    def resumed(self) -> None:
+        pass
+
     def lost(self, facility: Facility) -> None:
         pass
 
@@ -150,21 +154,25 @@ class Strategy:
         assignment: Assignment | None,
         *,
         round: int,
-        train_seconds: float | None = None,
+        at_most: float | None = None,
         after: JobId | None = None,
         expected_delay: float | None = None,
     ) -> None:
-        """Order a job, and bind its work unless it binds itself when it starts."""
-        if train_seconds is None:
-            if facility.steps_per_second is not None and assignment is not None:
-                train_seconds = assignment.steps / facility.steps_per_second
-            else:
-                train_seconds = 4 * self.plan.round_length
+        """Order a job, and bind its work unless it binds itself when it starts.
+
+        It asks for the wall time of `at_most` seconds of training, or of what its steps should take and some more.
+        """
+        if at_most is not None:
+            train_seconds = at_most
+        elif facility.steps_per_second is not None and assignment is not None:
+            train_seconds = STRETCH * assignment.steps / facility.steps_per_second
+        else:
+            train_seconds = 4 * self.plan.round_length
         order = Order(
             job_id=job_id(facility.name, facility.next_sequence),
             facility=facility.name,
             round=round,
-            wall_seconds=wall_request(train_seconds, facility.overhead, STRETCH * facility.stretch),
+            wall_seconds=wall_request(train_seconds, facility.overhead, facility.stretch),
             expected_delay=expected_delay,
             purpose="train" if facility.steps_per_second is not None else "warm_up",
             after=after,
@@ -234,7 +242,7 @@ class Strategy:
             self.idle(facility, "rejoin")
 
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
-        """The run clock stood still meanwhile, so nothing we hold is wrong; strategies may say more."""
+        self.resumed()
 
     def _model_ready(self, event: ModelReady) -> None:
         if event.version != self.ready + 1 or event.version not in self._making:

@@ -79,7 +79,7 @@ class FedQueue(RoundStrategy):
                 facility,
                 work,
                 round=self.round,
-                train_seconds=work.train_budget,
+                at_most=work.train_budget,
                 expected_delay=self.forecast(facility).mean,
             )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedqueue.admit import Update
-from fedqueue.messages import Assignment, CoordinatorResumed, JobId, PostWork, Standing
+from fedqueue.messages import Assignment, JobId, PostWork, Standing, facility_of
 from fedqueue.strategies.base import Why
 from fedqueue.strategies.options import one_of, share
 from fedqueue.strategies.roster import Facility, Job
@@ -28,12 +28,13 @@ class JitOptions(RoundOptions):
     forecast. independent: at once. chain: at once, eligible when this one ends (the scheduler's dependency).
     off: when this one's update is in."""
     lead: float = 0.5  # timed: the share of delays that the head start covers
+    patience: float = 0.1  # share of a round: a job that starts so close to a cutoff waits for the model made there
     weigh_work: bool = True  # an update that trained for a tenth of a round counts for a tenth
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "pipeline", ("timed", "independent", "chain", "off"))
-        share(self, "lead")
+        share(self, "lead", "patience")
 
 
 class Jit(RoundStrategy):
@@ -53,15 +54,27 @@ class Jit(RoundStrategy):
         self._submit(facility)
 
     def started(self, facility: Facility, job: Job) -> None:
-        if len(facility.jobs) >= facility.profile.max_jobs or facility.steps_per_second is None:
+        if self.options.pipeline != "timed":
+            self._follow(facility, job)
+        elif job.assignment is not None and job.assignment.cutoff is not None:
+            head_start = self.forecast(facility).quantile(self.options.lead)
+            self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.assignment.cutoff - head_start))
+
+    def arrived(self, facility: Facility, update: Update) -> None:
+        super().arrived(facility, update)
+        if self.options.pipeline != "timed" and facility.status == "active":
+            for job in list(facility.jobs.values()):  # one that began before this one ended
+                self._follow(facility, job)
+
+    def _follow(self, facility: Facility, job: Job) -> None:
+        """Submit the job after this one, if it runs and is the only one out."""
+        running_alone = job.started_at is not None and len(facility.jobs) == 1 and facility.profile.max_jobs > 1
+        if self._paused or not running_alone or facility.steps_per_second is None:
             return
         if self.options.pipeline == "chain":
             self._submit(facility, after=job.order.job_id)
-        elif self.options.pipeline == "independent":
+        elif self.options.pipeline != "off":
             self._submit(facility)
-        elif self.options.pipeline == "timed" and job.assignment is not None and job.assignment.cutoff is not None:
-            head_start = self.forecast(facility).quantile(self.options.lead)
-            self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.assignment.cutoff - head_start))
 
     def worth(self, update: Update) -> float:
         # Jobs begin when their queue lets them, so some have little time left in their round. Counted in full, such
@@ -75,21 +88,20 @@ class Jit(RoundStrategy):
         kind, _, job = key.partition("/")
         if kind != "submit":
             return super().timer(key)
-        facility = self.facilities[job.rpartition("/")[0]]
-        only_this_one_is_out = list(facility.jobs) == [job] and facility.status == "active"
-        if only_this_one_is_out and not self._paused:
-            self._submit(facility)
+        facility = self.facilities[facility_of(job)]
+        if job in facility.jobs and facility.status == "active":
+            self._follow(facility, facility.jobs[job])
         return None
 
-    def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
+    def resumed(self) -> None:
         # Agents turned the posted cutoffs into their own clocks before the run clock stood still.
         for facility in self.facilities.values():
+            facility.posted = None
             self._post(facility)
 
     def _post(self, facility: Facility) -> None:
         if facility.steps_per_second is None or facility.status not in ("active", "suspended"):
             return
-        steps = [f.newest_steps for f in self.facilities.values() if f.newest_steps]
         standing = Standing(
             version=self.ready,
             next_cutoff=self.next_cutoff,
@@ -99,11 +111,20 @@ class Jit(RoundStrategy):
             min_steps=self.options.min_steps,
             learning_rate=self.plan.learning_rate,
             lr_scaling=self.options.lr_scaling,
-            least_steps=min(steps, default=None),
+            patience=self.options.patience * self.round_length,
+            least_steps=self._least_steps() if self.options.lr_scaling == "inverse" else None,
         )
         if standing != facility.posted:
             facility.posted = standing
             self._out.append(PostWork(facility=facility.name, standing=standing))
+
+    def _longest_stay(self, steps_per_second: float) -> float:
+        """Seconds from the start of a job to the cutoff it aims at, at the most."""
+        patience = 2 * self.options.patience * self.round_length
+        return self.round_length + max(patience, self.options.min_steps / steps_per_second)
+
+    def _least_steps(self) -> int | None:
+        return min((f.newest_steps for f in self.facilities.values() if f.newest_steps), default=None)
 
     def _submit(self, facility: Facility, after: JobId | None = None) -> None:
         if facility.steps_per_second is None:  # its first job is a short one, to measure it
@@ -116,7 +137,7 @@ class Jit(RoundStrategy):
             facility,
             None,
             round=self.round,
-            train_seconds=self.round_length + self.options.min_steps / facility.steps_per_second,
+            at_most=self._longest_stay(facility.steps_per_second),
             after=after,
             expected_delay=self.forecast(facility).mean,
         )

@@ -1,0 +1,129 @@
+"""Failures are events: detected, resubmitted, suspended, rejoined; and no run can hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedqueue.messages import JobFailed, ModelReady, Record, StopRun, SubmitJob, SubmitRefused
+from fedqueue.sim.runner import simulate
+from tests.conftest import STRATEGY_NAMES, commands_of, config_of, facility, trace_of
+
+FAULTS: dict[str, list[dict[str, Any]]] = {
+    "jobs fail now and then": [{"kind": "fail", "probability": 0.3}],
+    "every job fails": [{"kind": "fail", "probability": 1.0}],
+    "every job fails for good": [{"kind": "fail", "probability": 1.0, "transient": False}],
+    "one facility always fails": [{"kind": "fail", "facility": "east", "probability": 1.0}],
+    "jobs are preempted": [{"kind": "preempt", "probability": 0.5}],
+    "every attempt is preempted": [{"kind": "preempt", "probability": 1.0}],
+    "jobs hang until their wall time": [{"kind": "hang", "probability": 0.5}],
+    "every job hangs": [{"kind": "hang", "probability": 1.0}],
+    "updates are damaged": [{"kind": "corrupt", "probability": 0.5}],
+    "every update is damaged": [{"kind": "corrupt", "probability": 1.0}],
+    "updates come twice": [{"kind": "duplicate", "probability": 1.0}],
+    "a facility disappears and comes back": [{"kind": "outage", "facility": "east", "at": 12.0, "seconds": 30.0}],
+    "a facility disappears with its jobs and comes back": [
+        {"kind": "outage", "facility": "east", "at": 12.0, "seconds": 30.0, "loses_jobs": True}
+    ],
+    "a facility disappears for good": [{"kind": "outage", "facility": "east", "at": 12.0}],
+    "all disappear for good": [{"kind": "outage", "at": 12.0}],
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_run_ends_by_itself_with_a_summary(strategy: str, faults: list[dict[str, Any]]) -> None:
+    # `seconds` bounds only what a strategy cannot end by itself: a scheduler that preempts every attempt for ever.
+    endless = faults[0]["kind"] == "preempt" and faults[0]["probability"] == 1.0
+    run = {"rounds": 8, **({"seconds": 500.0} if endless else {})}
+    summary = simulate(config_of(strategy, faults=faults, **run))
+    assert summary["rounds"] <= 8
+    assert summary["virtual_seconds"] < 1e5
+    jobs, updates = summary["jobs"], summary["updates"]
+    assert jobs["completed"] + jobs["failed"] <= jobs["submitted"]
+    if "probability" in faults[0] and faults[0]["probability"] < 1:
+        assert summary["rounds"] == 8, "single failures do not end a run"
+        assert updates["admitted"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_facility_that_keeps_failing_does_not_hold_up_the_others(strategy: str) -> None:
+    faults = [{"kind": "fail", "facility": "east", "probability": 1.0}]
+    trace = trace_of(config_of(strategy, faults=faults, rounds=8))
+    assert max(e.version for e, _ in trace if isinstance(e, ModelReady)) == 8
+    suspended = [r.facts["facility"] for r in commands_of(trace, Record) if r.kind == "suspended"]
+    assert suspended
+    assert set(suspended) == {"east"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_failed_job_is_replaced_and_attempts_are_bounded(strategy: str) -> None:
+    faults = [{"kind": "fail", "facility": "east", "jobs": [0, 1, 2, 3, 4]}]
+    trace = trace_of(config_of(strategy, faults=faults, seconds=900.0, options=_no_pipeline(strategy)))
+    replaced = [c.order.replaces for c in commands_of(trace, SubmitJob) if c.order.replaces]
+    assert replaced == [f"east/{i}" for i in range(5)]
+    suspensions = [r for r in commands_of(trace, Record) if r.kind == "suspended"]
+    # Three in a row suspend it; after that each further one does, for twice as long; then it works again.
+    failures = [e.at for e, _ in trace if isinstance(e, JobFailed)]
+    waits = [r.facts["until"] - at for r, at in zip(suspensions, failures[2:], strict=True)]
+    assert waits == pytest.approx([60.0, 120.0, 240.0])
+    rejoined = [r.facts["facility"] for r in commands_of(trace, Record) if r.kind == "rejoined"]
+    assert rejoined
+    assert set(rejoined) == {"east"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_permanent_failure_is_not_tried_again(strategy: str) -> None:
+    faults = [{"kind": "fail", "facility": "east", "probability": 1.0, "transient": False}]
+    trace = trace_of(config_of(strategy, faults=faults, rounds=8, options=_no_pipeline(strategy)))
+    assert sum(c.order.facility == "east" for c in commands_of(trace, SubmitJob)) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_run_stops_when_no_facility_is_left(strategy: str) -> None:
+    faults = [{"kind": "fail", "probability": 1.0, "transient": False}]
+    trace = trace_of(config_of(strategy, faults=faults, rounds=8))
+    assert [c.reason for c in commands_of(trace, StopRun)] == ["no facility is left"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_job_that_ran_into_its_wall_time_gets_more_next_time(strategy: str) -> None:
+    faults = [{"kind": "hang", "facility": "east", "jobs": [0, 1]}]
+    trace = trace_of(config_of(strategy, faults=faults, rounds=12, seconds=300.0, options=_no_pipeline(strategy)))
+    orders = [c.order for c in commands_of(trace, SubmitJob) if c.order.facility == "east"][:3]
+    per_second = [o.wall_seconds for o in orders]
+    if strategy == "fedqueue":  # its budgets differ from job to job; the floor of one second does not stretch
+        assert per_second[2] > per_second[0]
+    else:
+        assert per_second[1] - 1 == pytest.approx(2 * (per_second[0] - 1))
+        assert per_second[2] - 1 == pytest.approx(4 * (per_second[0] - 1))
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_refused_submission_is_tried_again_later(strategy: str) -> None:
+    slow = {"kind": "fixed", "delay": 5.0}
+    crowded = [facility("east", queue_limit=1, queue=slow), facility("west", queue=slow)]
+    options = {"overlap": True, "margin": 0.0} if strategy == "fedqueue" else {}
+    trace = trace_of(config_of(strategy, facilities=crowded, options=options, rounds=8))
+    refused = [e for e, _ in trace if isinstance(e, SubmitRefused)]
+    if strategy == "jit":
+        assert refused, "the next job is submitted while one runs, which this site refuses"
+    arrived = sum(type(e).__name__ == "UpdateArrived" and "east" in e.receipt.job_id for e, _ in trace)  # type: ignore[union-attr]
+    assert arrived >= 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_results_of_a_facility_out_of_reach_wait_and_are_used_or_expire(strategy: str) -> None:
+    faults = [{"kind": "outage", "facility": "east", "at": 1.0, "seconds": 40.0}]
+    facilities = [facility("east", queue={"kind": "fixed", "delay": 2.0}), facility("west")]
+    trace = trace_of(config_of(strategy, facilities=facilities, faults=faults, rounds=30, seconds=200.0))
+    fates = [r.facts for r in commands_of(trace, Record) if r.kind == "fate"]
+    first = next(f for f in fates if f["job"] == "east/0")
+    assert first["fate"] == ("expired" if strategy == "fedavg" else "aggregated")
+    later = [f for f in fates if str(f["job"]).startswith("east/") and f["job"] != "east/0"]
+    assert later, "it takes part again"
+
+
+def _no_pipeline(strategy: str) -> dict[str, Any]:
+    return {"pipeline": "off"} if strategy == "jit" else {}

@@ -1,0 +1,223 @@
+"""Runs a person can read from top to bottom. Renew them with `pytest tests/test_golden.py --update-golden` and read
+the difference: it is what changed for the facilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fedqueue import messages
+from fedqueue.messages import (
+    Aggregate,
+    AggregateFailed,
+    Assignment,
+    AssignWork,
+    CancelJob,
+    Command,
+    CoordinatorResumed,
+    Event,
+    FacilityDrained,
+    FacilityJoined,
+    ForecastIssued,
+    JobStarted,
+    ModelScored,
+    PostWork,
+    Record,
+    RecordKind,
+    RunPaused,
+    RunResumed,
+    RunStarted,
+    SetTimer,
+    StopRun,
+    SubmitJob,
+    UpdateArrived,
+)
+from fedqueue.plan import FacilityProfile, Plan
+from fedqueue.strategies import STRATEGIES
+from tests.conftest import STRATEGY_NAMES, Trace, config_of, facility, trace_of
+
+GOLDEN = Path(__file__).parent / "golden"
+
+FIXED = [
+    facility("east", queue={"kind": "fixed", "delay": 1.5}),
+    facility("west", steps_per_second=4.0, queue={"kind": "fixed", "delay": 3.0}),
+]
+SPIKE = [
+    facility("east", queue={"kind": "fixed", "delay": 1.5}),
+    facility(
+        "west",
+        queue={"kind": "spike", "mean": 3.0, "rho": 0.0, "factor": 4.0, "spike_at": 8.0, "spike_seconds": 5.0},
+    ),
+]
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    **{f"{name}-calm": {"strategy": name, "facilities": FIXED, "rounds": 3} for name in STRATEGY_NAMES},
+    **{
+        f"{name}-failures": {
+            "strategy": name,
+            "facilities": FIXED,
+            "rounds": 4,
+            "seconds": 80.0,
+            "faults": [
+                {"kind": "fail", "facility": "east", "jobs": [1, 2]},
+                {"kind": "preempt", "facility": "west", "jobs": [0]},
+                {"kind": "corrupt", "facility": "west", "jobs": [1]},
+                {"kind": "duplicate", "facility": "east", "jobs": [0]},
+            ],
+        }
+        for name in STRATEGY_NAMES
+    },
+    "fedqueue-spike": {"strategy": "fedqueue", "facilities": SPIKE, "rounds": 4},
+    "fedqueue-max-staleness": {
+        "strategy": "fedqueue",
+        "facilities": SPIKE,
+        "rounds": 4,
+        "options": {"max_staleness": 0},
+    },
+    "fedqueue-early": {"strategy": "fedqueue", "facilities": FIXED, "rounds": 3, "options": {"close": "early"}},
+    "fedqueue-warm-up": {"strategy": "fedqueue", "facilities": FIXED, "rounds": 3, "warm_up": True},
+    "fedqueue-suspended": {
+        "strategy": "fedqueue",
+        "facilities": FIXED,
+        "rounds": 9,
+        "faults": [{"kind": "fail", "facility": "east", "jobs": [0, 1, 2]}],
+    },
+    "jit-chain": {"strategy": "jit", "facilities": FIXED, "rounds": 3, "options": {"pipeline": "chain"}},
+    "jit-queue-limit": {
+        "strategy": "jit",
+        "facilities": [FIXED[0], facility("west", queue_limit=1, queue={"kind": "fixed", "delay": 3.0})],
+        "rounds": 3,
+        "options": {"pipeline": "independent"},
+    },
+    "fedavg-outage": {
+        "strategy": "fedavg",
+        "facilities": FIXED,
+        "rounds": 3,
+        "options": {"steps": 20},
+        "faults": [{"kind": "outage", "facility": "west", "at": 4.0, "seconds": 12.0}],
+    },
+    "fedasync-gone-for-good": {
+        "strategy": "fedasync",
+        "facilities": FIXED,
+        "rounds": 20,
+        "faults": [{"kind": "fail", "facility": "*", "probability": 1.0, "transient": False}],
+    },
+}
+
+
+def words(command: Command) -> str:
+    match command:
+        case SubmitJob(order=order):
+            extra = f" after {order.after}" if order.after else ""
+            extra += f" replacing {order.replaces}" if order.replaces else ""
+            extra += " (warm-up)" if order.purpose == "warm_up" else ""
+            return f"SubmitJob {order.job_id} for {order.wall_seconds:.2f} s{extra}"
+        case AssignWork(job_id=job, assignment=work):
+            return f"AssignWork {job}: {assignment(work)}"
+        case PostWork(facility=name, standing=s):
+            return f"PostWork {name}: version {s.version}, cutoff {s.next_cutoff:g}, {s.steps_per_second:.4g} steps/s"
+        case CancelJob(job_id=job):
+            return f"CancelJob {job}"
+        case SetTimer(key=key, at=at):
+            return f"SetTimer {key} at {at:.2f}"
+        case Aggregate(from_version=old, to_version=new, weights=weights):
+            shares = ", ".join(f"{s.job_id} x {s.weight:.3f}" for s in weights) or "nothing"
+            return f"Aggregate {old} -> {new}: {shares}"
+        case Record(kind=kind, facts=facts):
+            shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}
+            return f"Record {kind}: " + ", ".join(f"{k} {v}" for k, v in shown.items())
+        case StopRun(reason=reason):
+            return f"StopRun: {reason}"
+
+
+def assignment(work: Assignment) -> str:
+    until = "" if work.cutoff is None else f" until {work.cutoff:.2f}"
+    return f"version {work.base_version}, {work.steps} steps at {work.learning_rate:.2g}{until}"
+
+
+def happened(event: Event) -> str:
+    details = messages.body(event)
+    details.pop("at")
+    match event:
+        case UpdateArrived(receipt=r):
+            return f"UpdateArrived {r.job_id}#{r.attempt}: {r.steps_done} steps from version {r.base_version}"
+        case JobStarted(bound=bound) if bound is not None:
+            waited = f"after {event.admission_delay:.2f} s" + (f" + {event.lingered:.2f} s" if event.lingered else "")
+            return f"JobStarted {event.job_id}#{event.attempt} {waited}, takes {assignment(bound)}"
+    if details.get("lingered") == 0:
+        del details["lingered"]
+    shown = (f"{k} {round(v, 3) if isinstance(v, float) else v}" for k, v in details.items() if v is not None)
+    return f"{type(event).__name__} " + ", ".join(shown)
+
+
+def text_of(trace: Trace) -> str:
+    lines = []
+    for event, commands in trace:
+        lines.append(f"{event.at:8.2f}  {happened(event)}".rstrip())
+        lines += [f"              -> {words(command)}" for command in commands]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_run_is_as_written_down(scenario: str, request: pytest.FixtureRequest) -> None:
+    compare(scenario, text_of(trace_of(config_of(**SCENARIOS[scenario]))), request)
+
+
+def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> None:
+    """Pause, drain, a coordinator that was down, a forecast from outside, a model that could not be made."""
+    plan = Plan(
+        facilities=tuple(
+            FacilityProfile(name=name, data_weight=0.5, steps_per_second=10.0, first_delay=2.0)
+            for name in ("east", "west")
+        ),
+        round_length=10.0,
+        rounds=9,
+        stop_at_score=0.9,
+    )
+    strategy = STRATEGIES["jit"](plan, STRATEGIES["jit"].Options())
+    events: list[Event] = [
+        RunStarted(at=0.0),
+        ForecastIssued(at=1.0, facility="east", mean=4.0, quantiles=((0.5, 3.0), (0.9, 9.0)), source="boosting"),
+        JobStarted(
+            at=2.0,
+            job_id="east/0",
+            attempt=0,
+            admission_delay=2.0,
+            bound=Assignment(base_version=0, steps=79, learning_rate=0.001, cutoff=10.0),
+        ),
+        RunPaused(at=3.0),
+        RunResumed(at=3.0),
+        CoordinatorResumed(at=4.0, down_seconds=3600.0),
+        messages.TimerFired(at=10.0, key="cutoff/0"),
+        AggregateFailed(at=10.5, version=1, reason="disk full"),
+        messages.TimerFired(at=11.5, key="aggregate/1"),
+        messages.ModelReady(at=12.0, version=1),
+        FacilityDrained(at=13.0, facility="west"),
+        FacilityJoined(at=14.0, facility="nowhere"),
+        ModelScored(at=15.0, version=1, metrics={"score": 0.95}),
+    ]
+    compare("operator", text_of([(event, list(strategy.handle(event))) for event in events]), request)
+
+
+def compare(name: str, text: str, request: pytest.FixtureRequest) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    assert path.exists(), f"{path.name} is missing: run pytest with --update-golden, and read what it writes"
+    assert text == path.read_text()
+
+
+def test_every_kind_of_event_command_and_record_appears_in_some_golden_trace() -> None:
+    everything = "".join(path.read_text() for path in GOLDEN.glob("*.txt"))
+    for kind in (*get_args(messages.Event), *get_args(messages.Command)):
+        assert f" {kind.__name__}" in everything, f"no golden trace shows {kind.__name__}"
+    for record in get_args(RecordKind):
+        assert f"Record {record}:" in everything, f"no golden trace shows a {record} record"
+    for fate in get_args(messages.Fate):
+        assert f"fate {fate}" in everything, f"no golden trace shows an update that was {fate}"
+
+
+def test_golden_folder_holds_nothing_else() -> None:
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "operator"}
