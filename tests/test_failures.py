@@ -36,8 +36,7 @@ FAULTS: dict[str, list[dict[str, Any]]] = {
 def test_run_ends_by_itself_with_a_summary(strategy: str, faults: list[dict[str, Any]]) -> None:
     # `seconds` bounds only what a strategy cannot end by itself: a scheduler that preempts every attempt for ever.
     endless = faults[0]["kind"] == "preempt" and faults[0]["probability"] == 1.0
-    run = {"rounds": 8, **({"seconds": 500.0} if endless else {})}
-    summary = simulate(config_of(strategy, faults=faults, **run))
+    summary = simulate(config_of(strategy, faults=faults, rounds=8, seconds=500.0 if endless else None))
     assert summary["rounds"] <= 8
     assert summary["virtual_seconds"] < 1e5
     jobs, updates = summary["jobs"], summary["updates"]

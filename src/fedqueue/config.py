@@ -6,163 +6,196 @@ one line: the file, the key, what was found, what is allowed.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, create_model, model_validator
-from pydantic_core import ErrorDetails
-
+from fedqueue.checks import at_least, more_than, share
 from fedqueue.errors import ConfigError
 from fedqueue.plan import FailurePolicy
+from fedqueue.settings import read
 from fedqueue.strategies import STRATEGIES
 from fedqueue.training.settings import TaskSettings
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(f"name must be letters, digits, '.', '_' and '-', 64 at most, found {name!r}")
 
 
-class _Settings(BaseModel):
-    model_config = _STRICT
-
-
-class RunSettings(_Settings):
-    name: Name = "run"
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    name: str = "run"
     strategy: str = "fedqueue"
-    seed: Annotated[int, Field(ge=0)] = 1
-    rounds: Annotated[int, Field(ge=1)] | None = None
-    seconds: Positive | None = None
-    round_length: Positive = 10.0
-    learning_rate: Positive = 0.001
-    targets: list[float] = [0.85, 0.90, 0.95]
+    seed: int = 1
+    rounds: int | None = None
+    seconds: float | None = None
+    round_length: float = 10.0
+    learning_rate: float = 0.001
+    targets: list[float] = field(default_factory=lambda: [0.85, 0.90, 0.95])
     stop_at_score: float | None = None
     data_weights: Literal["equal", "size"] = "equal"
     warm_up: bool = False
-    modules: list[str] = []  # imported first: where strategies of your own register themselves
+    modules: list[str] = field(default_factory=list)  # imported first: where your own strategies register themselves
 
-    @model_validator(mode="after")
-    def _ends(self) -> RunSettings:
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        at_least(self, 0, "seed")
+        at_least(self, 1, "rounds")
+        more_than(self, 0, "seconds", "round_length", "learning_rate")
         if self.rounds is None and self.seconds is None:
-            raise ValueError("rounds or seconds is needed, else the run has no end")
-        return self
+            raise ValueError("rounds or run.seconds is needed, else the run has no end")
 
 
-class FixedQueue(_Settings):
+@dataclass(frozen=True, kw_only=True)
+class FixedQueue:
     """Every job waits `delay` seconds."""
 
-    kind: Literal["fixed"]
-    delay: NotNegative
+    kind: Literal["fixed"] = "fixed"
+    delay: float
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "delay")
 
 
-class LognormalQueue(_Settings):
+@dataclass(frozen=True, kw_only=True)
+class LognormalQueue:
     """Lognormal waits with the given mean; `rho` is the sd of log q, or of q in seconds."""
 
-    kind: Literal["lognormal"]
-    mean: Positive
-    rho: NotNegative = 0.5
+    kind: Literal["lognormal"] = "lognormal"
+    mean: float
+    rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
 
+    def __post_init__(self) -> None:
+        more_than(self, 0, "mean")
+        at_least(self, 0, "rho")
 
-class StepQueue(_Settings):
+
+@dataclass(frozen=True, kw_only=True)
+class StepQueue:
     """Lognormal waits whose mean changes for good at second `change_at`."""
 
-    kind: Literal["step"]
-    mean: Positive
-    mean_after: Positive
-    change_at: NotNegative
-    rho: NotNegative = 0.5
+    kind: Literal["step"] = "step"
+    mean: float
+    mean_after: float
+    change_at: float
+    rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
 
+    def __post_init__(self) -> None:
+        more_than(self, 0, "mean", "mean_after")
+        at_least(self, 0, "rho", "change_at")
 
-class SpikeQueue(_Settings):
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeQueue:
     """Lognormal waits whose mean is `factor` times as long from `spike_at` for `spike_seconds`, and again `every`."""
 
-    kind: Literal["spike"]
-    mean: Positive
-    factor: Positive
-    spike_at: NotNegative
-    spike_seconds: Positive
-    every: Positive | None = None
-    rho: NotNegative = 0.5
+    kind: Literal["spike"] = "spike"
+    mean: float
+    factor: float
+    spike_at: float
+    spike_seconds: float
+    every: float | None = None
+    rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
 
+    def __post_init__(self) -> None:
+        more_than(self, 0, "mean", "factor", "spike_seconds", "every")
+        at_least(self, 0, "rho", "spike_at")
 
-class TraceQueue(_Settings):
+
+@dataclass(frozen=True, kw_only=True)
+class TraceQueue:
     """Waits that a real system recorded: those of the jobs of this shape, by their time of submission."""
 
-    kind: Literal["trace"]
+    kind: Literal["trace"] = "trace"
     file: str
-    procs: tuple[int, int] | None = Field(default=None, strict=False)  # fewest and most processors
-    max_requested: Positive | None = None  # seconds of requested wall time
-    start: NotNegative | None = None  # where in the trace the run begins; None: anywhere, by seed
-    speed_up: Positive = 1.0  # so many trace seconds pass, and waits shrink, in one second of the run
+    procs: tuple[int, int] | None = None  # fewest and most processors
+    max_requested: float | None = None  # seconds of requested wall time
+    start: float | None = None  # where in the trace the run begins; None: anywhere, by seed
+    speed_up: float = 1.0  # so many trace seconds pass, and waits shrink, in one second of the run
+
+    def __post_init__(self) -> None:
+        more_than(self, 0, "max_requested", "speed_up")
+        at_least(self, 0, "start")
 
 
-QueueSettings = Annotated[
-    FixedQueue | LognormalQueue | StepQueue | SpikeQueue | TraceQueue, Field(discriminator="kind")
-]
+QueueSettings = FixedQueue | LognormalQueue | StepQueue | SpikeQueue | TraceQueue
 
 
-class FacilitySettings(_Settings):
-    name: Name
+@dataclass(frozen=True, kw_only=True)
+class FacilitySettings:
+    name: str
     queue: QueueSettings
-    steps_per_second: Positive  # c, before the slow-down
-    slowdown: Positive = 1.0  # how many times slower it really is; the strategy is not told
-    nodes: Annotated[int, Field(ge=1)] = 1
-    first_delay: NotNegative = 2.0  # expected before anything was seen, unless warm_up is on
-    max_jobs: Annotated[int, Field(ge=1)] = 2  # that we put at its scheduler at once
-    queue_limit: Annotated[int, Field(ge=1)] | None = None  # that the site allows; more are refused
-    accrue: Share = 0.0  # how much of its age a chained job keeps while it is not yet eligible
-    startup_seconds: NotNegative = 0.0
-    megabytes_per_second: Positive | None = None  # None: transfers take no time
-    latency_seconds: NotNegative = 0.0
+    steps_per_second: float  # c, before the slow-down
+    slowdown: float = 1.0  # how many times slower it really is; the strategy is not told
+    nodes: int = 1
+    first_delay: float = 2.0  # expected before anything was seen, unless warm_up is on
+    max_jobs: int = 2  # that we put at its scheduler at once
+    queue_limit: int | None = None  # that the site allows; more are refused
+    accrue: float = 0.0  # how much of its age a chained job keeps while it is not yet eligible
+    startup_seconds: float = 0.0
+    megabytes_per_second: float | None = None  # None: transfers take no time
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        more_than(self, 0, "steps_per_second", "slowdown", "megabytes_per_second")
+        at_least(self, 1, "nodes", "max_jobs", "queue_limit")
+        at_least(self, 0, "first_delay", "startup_seconds", "latency_seconds")
+        share(self, "accrue")
 
 
-class FaultSettings(_Settings):
+@dataclass(frozen=True, kw_only=True)
+class FaultSettings:
     """What goes wrong at a facility ("*": at all): to jobs by probability or by number, or to the facility."""
 
     kind: Literal["fail", "preempt", "hang", "corrupt", "duplicate", "outage"]
     facility: str = "*"
-    probability: Share | None = None
+    probability: float | None = None
     jobs: list[int] | None = None  # by sequence number, from 0
     transient: bool = True  # fail: whether the same again may work
-    at: NotNegative | None = None  # outage: when it begins
-    seconds: Positive | None = None  # outage: how long it lasts; None: for good
+    at: float | None = None  # outage: when it begins
+    seconds: float | None = None  # outage: how long it lasts; None: for good
     loses_jobs: bool = False  # outage: jobs die; otherwise they go on and their results wait
 
-    @model_validator(mode="after")
-    def _complete(self) -> FaultSettings:
+    def __post_init__(self) -> None:
+        share(self, "probability")
+        at_least(self, 0, "at")
+        more_than(self, 0, "seconds")
         if self.kind == "outage":
             if self.at is None:
-                raise ValueError("an outage needs at, the second it begins")
+                raise ValueError("at is missing: the second at which the outage begins")
         elif (self.probability is None) == (self.jobs is None):
-            raise ValueError(f"a fault of kind {self.kind} needs probability or jobs, one of the two")
-        return self
+            raise ValueError(f"kind {self.kind} needs probability or jobs, one of the two")
 
 
-class SimulatorSettings(_Settings):
-    aggregate_seconds: NotNegative = 0.0
-    model_megabytes: NotNegative = 1.0  # for transfers when nothing is trained; else the model's real size
+@dataclass(frozen=True, kw_only=True)
+class SimulatorSettings:
+    aggregate_seconds: float = 0.0
+    model_megabytes: float = 1.0  # for transfers when nothing is trained; else the model's real size
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "aggregate_seconds", "model_megabytes")
 
 
-class Config(_Settings):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     run: RunSettings
-    facility: Annotated[list[FacilitySettings], Field(min_length=1)]
-    task: SkipValidation[TaskSettings] = Field(default_factory=TaskSettings)
-    strategy: dict[str, Any] = {}
-    failures: SkipValidation[FailurePolicy] = Field(default_factory=FailurePolicy)
-    fault: list[FaultSettings] = []
-    simulator: SimulatorSettings = SimulatorSettings()
-    folder: str = Field(default=".", exclude=True)  # where relative paths in it begin
+    facility: list[FacilitySettings]
+    task: TaskSettings = field(default_factory=TaskSettings)
+    strategy: dict[str, Any] = field(default_factory=dict)  # options of every strategy there is
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    fault: list[FaultSettings] = field(default_factory=list)
+    simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
+    folder: str = "."  # where relative paths in it begin
 
     def options(self, strategy: str | None = None) -> Any:
         """The options of this strategy, by default the run's own."""
@@ -186,26 +219,24 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 
 def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None = None) -> Config:
     """Check a tree of plain values, as TOML gives it."""
-    tree = dict(tree)
-    _import_modules(tree.get("run"), where, folder or Path())
-    sections = {"task": (TaskSettings, tree.get("task", {})), "failures": (FailurePolicy, tree.get("failures", {}))}
-    strategies = tree.get("strategy", {})
-    if not isinstance(strategies, dict):
-        raise ConfigError(f"{where}: strategy: found {strategies!r}, must be tables such as [strategy.fedqueue]")
-    for name, given in strategies.items():
-        sections[f"strategy.{name}"] = (_strategy(name, f"{where}: strategy").Options, given)
-    parsed = {key: _dataclass(kind, given, f"{where}: {key}") for key, (kind, given) in sections.items()}
-    for name, kind in STRATEGIES.items():  # strategies that the file does not mention have their defaults
-        parsed.setdefault(f"strategy.{name}", kind.Options())
-    tree["task"], tree["failures"] = parsed["task"], parsed["failures"]
-    tree["strategy"] = {name: parsed[f"strategy.{name}"] for name in STRATEGIES}
-    tree["folder"] = str(folder or Path())
+    home = folder or Path()
+    _import_modules(tree.get("run"), where, home)
     try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(error, tree, Config)}") from None
-    _check_across(config, where)
+        options = _read_options(tree.get("strategy", {}))
+        config = read(Config, {**tree, "strategy": options, "folder": str(home)}, "")
+        _check_across(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix('.')}") from None
     return config
+
+
+def _read_options(given: Any) -> dict[str, Any]:
+    """The options of every strategy; those that the file does not mention have their defaults."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"strategy: must be tables such as [strategy.fedqueue], found {given!r}")
+    for name in given:
+        _check_strategy(name, "strategy")
+    return {name: read(kind.Options, given.get(name, {}), f"strategy.{name}") for name, kind in STRATEGIES.items()}
 
 
 def _import_modules(run: Any, where: str, folder: Path) -> None:
@@ -222,109 +253,29 @@ def _import_modules(run: Any, where: str, folder: Path) -> None:
             raise ConfigError(f"{where}: run.modules: cannot import {name!r}: {error}") from error
 
 
-def _check_across(config: Config, where: str) -> None:
+def _check_across(config: Config) -> None:
     """What no single key can know."""
-    _strategy(config.run.strategy, f"{where}: run.strategy")
+    _check_strategy(config.run.strategy, "run.strategy")
     names = [f.name for f in config.facility]
+    if not names:
+        raise ConfigError("facility: at least one [[facility]] is needed")
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice:
-        raise ConfigError(f"{where}: facility.{twice}: there are two facilities of this name; rename one")
+        raise ConfigError(f"facility.{twice}: there are two facilities of this name; rename one")
     for i, fault in enumerate(config.fault):
         if fault.facility not in ("*", *names):
-            raise ConfigError(
-                f"{where}: fault.{i}.facility: found {fault.facility!r}, must be * or one of {', '.join(names)}"
-            )
+            raise ConfigError(f"fault.{i}.facility: must be * or one of {', '.join(names)}, found {fault.facility!r}")
     for strategy, options in config.strategy.items():
         steps = getattr(options, "steps", None)
         if isinstance(steps, dict) and set(steps) != set(names):
             raise ConfigError(
-                f"{where}: strategy.{strategy}.steps: must be a number, or name each facility once: {', '.join(names)}"
+                f"strategy.{strategy}.steps: must be a number, or name each facility once: {', '.join(names)}"
             )
 
 
-def _strategy(name: str, where: str) -> Any:
+def _check_strategy(name: str, where: str) -> None:
     if name not in STRATEGIES:
         raise ConfigError(f"{where}: there is no strategy {name!r}; there are {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
-
-
-def _dataclass(kind: type, given: Any, where: str) -> Any:
-    """A plain dataclass from a table, with its types, its keys and its own checks enforced."""
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{where}: found {given!r}, must be a table")
-    hints = get_type_hints(kind)
-    defaults = {f.name: (hints[f.name], _default(f)) for f in dataclasses.fields(kind)}
-    shape: type[BaseModel] = create_model(kind.__name__, __config__=_STRICT, **defaults)  # type: ignore[call-overload]
-    try:
-        checked = shape.model_validate(dict(given))
-        return kind(**{name: getattr(checked, name) for name in defaults})
-    except ValidationError as error:
-        raise ConfigError(f"{where}.{_explain(error, given, kind)}") from None
-    except ValueError as error:  # the dataclass's own checks; they begin with the key
-        raise ConfigError(f"{where}.{error}") from None
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return Field(default_factory=field.default_factory)
-    return ... if field.default is dataclasses.MISSING else field.default
-
-
-# Making pydantic's errors one line a person can act on ----------------------------------------------------
-
-
-def _explain(error: ValidationError, tree: Mapping[str, Any], kind: type) -> str:
-    # An unknown key explains the missing one that it was meant to be, so it goes first.
-    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    key, found = _key(first, tree), first["input"]
-    if first["type"] == "extra_forbidden":
-        allowed = _keys_beside(first, kind)
-        close = difflib.get_close_matches(str(first["loc"][-1]), allowed, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(allowed)}"
-        return f"{key}: unknown key; {hint}"
-    if first["type"] == "missing":
-        return f"{key}: is missing"
-    if first["type"] in ("value_error", "union_tag_not_found"):
-        return f"{key}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-    said = first["msg"].removeprefix("Input should be ")
-    return f"{key}: must be {said}, found {found!r}"
-
-
-def _key(error: ErrorDetails, tree: Any) -> str:
-    """The dotted key of an error: facilities by name, and without the tags of pydantic's unions."""
-    parts: list[str] = []
-    node: Any = tree
-    for part in error["loc"]:
-        if isinstance(part, int) and isinstance(node, list) and part < len(node):
-            node = node[part]
-            name = node.get("name") if isinstance(node, Mapping) else None
-            parts.append(str(name or part))
-        elif isinstance(node, Mapping) and part in node:
-            node = node[part]
-            parts.append(str(part))
-        elif part == error["loc"][-1] and error["type"] in ("missing", "extra_forbidden"):
-            parts.append(str(part))
-    return ".".join(parts)
-
-
-def _keys_beside(error: ErrorDetails, kind: type) -> list[str]:
-    """The keys allowed where an unknown one was found."""
-    if dataclasses.is_dataclass(kind):
-        return [f.name for f in dataclasses.fields(kind)]
-    inner: dict[str, Any] = {
-        "run": RunSettings,
-        "facility": FacilitySettings,
-        "fault": FaultSettings,
-        "simulator": SimulatorSettings,
-        **{q.model_fields["kind"].annotation.__args__[0]: q for q in _QUEUES},  # type: ignore[union-attr]
-    }
-    owner: Any = Config
-    for part in error["loc"][:-1]:
-        owner = inner.get(str(part), owner)
-    return [name for name in owner.model_fields if name != "folder"]
-
-
-_QUEUES: tuple[type[_Settings], ...] = (FixedQueue, LognormalQueue, StepQueue, SpikeQueue, TraceQueue)
 
 
 # --set ------------------------------------------------------------------------------------------------------
@@ -337,7 +288,7 @@ def _apply(tree: dict[str, Any], change: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        value = text  # a bare word is a text
     _set(tree, key.strip().split("."), value, change)
 
 

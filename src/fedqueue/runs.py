@@ -65,7 +65,7 @@ def describe(config: Config, plan: Plan, *, seed: int, driver: str) -> dict[str,
         "strategy": config.run.strategy,
         "options": dataclasses.asdict(config.options()),
         "plan": dataclasses.asdict(plan),
-        "config": config.model_dump(mode="json"),
+        "config": dataclasses.asdict(config),
     }
 
 

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 _PACKAGES = {
     "numpy": "",
-    "pydantic": "",
     "rich": "",
     "torch": "train",
     "safetensors": "train",

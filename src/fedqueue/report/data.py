@@ -36,6 +36,7 @@ class Attempt:
     started_at: float
     stopped_at: float
     admission_delay: float
+    lingered: float  # seconds it held its nodes before it took its work
     outcome: Outcome
 
 
@@ -143,8 +144,8 @@ def read_run(folder: Path) -> Run:
             return _read(folder, ledger)
         except sqlite3.DatabaseError as error:
             raise RunFolderError(f"{ledger.path}: is damaged: {error}") from None
-        except KeyError as error:
-            raise RunFolderError(f"{ledger.path}: says nothing of {error}: it is of another build") from None
+        except LookupError as error:
+            raise RunFolderError(f"{ledger.path}: is of another build: {error}") from None
 
 
 def _read(folder: Path, ledger: LedgerReader) -> Run:
@@ -201,17 +202,20 @@ def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str
     for event, wanted in ledger.steps():
         commands: list[Command] = [parse(kind, json.loads(text)) for kind, text in wanted]  # type: ignore[misc]
         tally(event, commands)
-    return tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0), why
+    counted = tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0)
+    return {**counted, "wall_seconds": None}, why  # the ledger does not know how long the computer took
 
 
 def _cutoffs(ledger: LedgerReader) -> tuple[float, ...]:
     """When each round was closed, for strategies that set cutoffs. The timers only tell which strategies those are: a
     round that closes early leaves its timer behind, to fire later."""
-    if not ledger.rows("SELECT 1 FROM events WHERE kind = 'TimerFired' AND body ->> 'key' LIKE 'cutoff/%' LIMIT 1"):
+    if not ledger.rows(
+        "SELECT 1 FROM events WHERE kind = 'TimerFired' AND json_extract(body, '$.key') LIKE 'cutoff/%' LIMIT 1"
+    ):
         return ()
     rows = ledger.rows(
         """SELECT min(e.at) AS at FROM commands c JOIN events e USING (seq)
-           WHERE c.kind = 'Aggregate' GROUP BY c.body ->> 'to_version' ORDER BY 1"""
+           WHERE c.kind = 'Aggregate' GROUP BY json_extract(c.body, '$.to_version') ORDER BY 1"""
     )
     return tuple(row["at"] for row in rows)
 
@@ -219,25 +223,25 @@ def _cutoffs(ledger: LedgerReader) -> tuple[float, ...]:
 def _job_events(ledger: LedgerReader, *kinds: str) -> list[sqlite3.Row]:
     marks = ", ".join("?" * len(kinds))
     return ledger.rows(
-        f"""SELECT at, kind, job, body ->> 'attempt' AS attempt, body ->> 'reason' AS reason
+        f"""SELECT at, kind, job, json_extract(body, '$.attempt') AS attempt, json_extract(body, '$.reason') AS reason
             FROM events WHERE kind IN ({marks}) ORDER BY seq""",
         *kinds,
     )
 
 
 def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
-    failed: dict[str, float] = {}
+    closings: dict[str, tuple[float, bool]] = {}  # when, and whether by a failure; the first counts
     stops: dict[tuple[str, int], Outcome] = {}  # by the attempt that stopped
-    for row in _job_events(ledger, "JobFailed", "JobRequeued", "JobEnded", "UpdateRejected"):
-        job, attempt = row["job"], row["attempt"]
-        if row["kind"] == "JobRequeued":
+    for row in _job_events(ledger, "JobRequeued", "JobEnded", "JobFailed", "UpdateArrived", "UpdateRejected"):
+        job, kind, attempt = row["job"], row["kind"], row["attempt"]
+        if kind == "JobRequeued":
             stops[job, attempt - 1] = "requeued"  # the event names the attempt that waits now
-        elif row["kind"] == "JobEnded":
+        elif kind == "JobEnded":
             stops[job, attempt] = "ended"
         else:
-            failed[job] = row["at"]
-            if row["kind"] == "JobFailed":
-                stops[job, attempt] = "failed"
+            closings.setdefault(job, (row["at"], kind != "UpdateArrived"))
+            if kind == "JobFailed":
+                stops.setdefault((job, attempt), "failed")
     attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
     for row in ledger.rows("SELECT * FROM incarnations ORDER BY job, attempt"):
         attempts[row["job"]].append(
@@ -246,29 +250,29 @@ def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
                 started_at=row["started_at"],
                 stopped_at=end if row["stopped_at"] is None else row["stopped_at"],
                 admission_delay=row["admission_delay"],
+                lingered=row["lingered"],
                 outcome=stops.get((row["job"], row["attempt"]), "open"),
             )
         )
     return tuple(
-        _job(row, tuple(attempts[row["job"]]), failed.get(row["job"]), end)
+        _job(row, tuple(attempts[row["job"]]), *closings.get(row["job"], (end, False)))
         for row in ledger.rows("SELECT * FROM jobs WHERE submitted_at IS NOT NULL ORDER BY submitted_at")
     )
 
 
-def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], failed_at: float | None, end: float) -> Job:
+def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, failed: bool) -> Job:
     waits_since = row["submitted_at"]
     if attempts:
         last = attempts[-1]
         waits_since = last.stopped_at if last.outcome == "requeued" else None
-    closings = (row["arrived_at"], failed_at, end)
     return Job(
         facility=row["facility"],
         submitted_at=row["submitted_at"],
-        closed_at=next(at for at in closings if at is not None),
+        closed_at=closed_at,
         expected_delay=row["expected_delay"],
         attempts=attempts,
         waits_since=waits_since,
-        failed=row["arrived_at"] is None and failed_at is not None,
+        failed=failed,
         steps=row["steps_done"] or 0,
     )
 
@@ -276,7 +280,7 @@ def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], failed_at: float | Non
 def _outages(ledger: LedgerReader) -> tuple[Absence, ...]:
     since: dict[str, float] = {}
     found: list[Absence] = []
-    query = """SELECT at, kind, body ->> 'facility' AS facility FROM events
+    query = """SELECT at, kind, json_extract(body, '$.facility') AS facility FROM events
                WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq"""
     for row in ledger.rows(query):
         if row["kind"] == "FacilityLeft":
@@ -290,10 +294,12 @@ def _outages(ledger: LedgerReader) -> tuple[Absence, ...]:
 def _suspensions(ledger: LedgerReader) -> tuple[Absence, ...]:
     open_ones: dict[str, tuple[float, str]] = {}
     found: list[Absence] = []
-    query = """SELECT e.at, c.body ->> 'kind' AS kind, c.body ->> '$.facts.facility' AS facility,
-                      c.body ->> '$.facts.reason' AS reason
+    query = """SELECT e.at, json_extract(c.body, '$.kind') AS kind,
+                      json_extract(c.body, '$.facts.facility') AS facility,
+                      json_extract(c.body, '$.facts.reason') AS reason
                FROM commands c JOIN events e USING (seq)
-               WHERE c.kind = 'Record' AND c.body ->> 'kind' IN ('suspended', 'rejoined') ORDER BY c.seq, c.place"""
+               WHERE c.kind = 'Record' AND json_extract(c.body, '$.kind') IN ('suspended', 'rejoined')
+               ORDER BY c.seq, c.place"""
     for row in ledger.rows(query):
         if row["kind"] == "suspended":
             open_ones.setdefault(row["facility"], (row["at"], row["reason"]))

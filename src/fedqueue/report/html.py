@@ -155,7 +155,8 @@ tfoot td { border-top: 1.5px solid var(--ink); border-bottom: 0; font-weight: 60
 td:not(.figure) { overflow-wrap: anywhere; }
 .unit { display: block; font-weight: 400; font-size: .74rem; color: var(--faint); }
 .missing { color: var(--faint); }
-.key { display: inline-block; max-width: 14rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.key { display: inline-block; max-width: 11rem; vertical-align: bottom; white-space: nowrap; }
+.key { overflow: hidden; text-overflow: ellipsis; }
 .key i { display: inline-block; width: .75em; height: .75em; margin-right: .5em; border-radius: 2px; }
 figure { margin: 1.2rem 0 1.8rem; }
 figure svg { display: block; max-width: 100%; height: auto; overflow: visible; }

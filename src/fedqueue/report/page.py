@@ -26,8 +26,9 @@ HOW_TO_READ: Final = {
         "no earlier."
     ),
     "timeline": (
-        "A row is a facility: pale while a job waits in the queue, solid while it trains, thin while its update "
-        "travels. White space is a facility without a job. Jobs that overlap lie below each other."
+        "A row is a facility: pale while a job waits in the queue, stronger while it holds nodes and lingers for the "
+        "coming model, solid while it trains, thin while its update travels. White space is a facility without a job. "
+        "Jobs that overlap lie below each other."
     ),
     "staleness": (
         "How many models old its base was when an update was used. Hatched are deferred updates: they came after the "

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER: Final = "plots"
-MARKERS: Final = "osD^vP*X"
+MARKERS: Final = "osD^vph<"
 STUB: Final = 0.012  # of the time axis, drawn after the last score
 MANY: Final = 1000  # points of one colour; more are drawn as one picture inside an SVG
 MOST_RANGE: Final = 1e4  # largest over smallest delay that has a place on an axis
@@ -54,7 +54,7 @@ def run_figures(run: Run, colours: Mapping[str, str]) -> dict[str, Figure]:
         if run.scores:
             label = run.strategy
             figures["score"] = _scores({label: [run.scores]}, run.targets, "Score of the newest model", run.simulated)
-        if run.jobs:
+        if run.jobs and run.end > 0:
             figures["timeline"] = timeline(run, colours)
         if any(update.fate == "aggregated" for update in run.updates):
             figures["staleness"] = _staleness(run, colours)
@@ -82,8 +82,8 @@ def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[
     """Seconds, mean, lowest and highest score of several curves, stepwise: a score holds until the next model, and
     the last one for good. It begins where all of them have a score.
 
-    >>> mean_curve([[(1.0, 0.2), (3.0, 0.6)], [(2.0, 0.4)]])
-    ([2.0, 3.0], [0.3, 0.5], [0.2, 0.4], [0.4, 0.6])
+    >>> mean_curve([[(1.0, 0.25), (3.0, 0.5)], [(2.0, 0.75)]])
+    ([2.0, 3.0], [0.5, 0.625], [0.25, 0.5], [0.75, 0.75])
     """
     begin = max(curve[0][0] for curve in curves)
     times = sorted({at for curve in curves for at, _ in curve if at > begin} | {begin})
@@ -111,7 +111,7 @@ def forecasts(run: Run) -> dict[str, list[tuple[float, float]]]:
 
 
 def _scores(curves: Mapping[str, Sequence[Curve]], targets: Sequence[float], title: str, simulated: bool) -> Figure:
-    last = max(curve[-1][0] for several in curves.values() for curve in several)
+    last = max(curve[-1][0] for several in curves.values() for curve in several) or 1.0
     size, unit = clock_unit(last)
     figure = new_figure(8.6, 4.6)
     axes = figure.subplots()

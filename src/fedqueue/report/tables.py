@@ -95,7 +95,7 @@ def _count(group: str, key: str) -> Callable[[Mapping[str, Any]], Cell]:
 
 def facility_table(run: Run, colours: Mapping[str, str]) -> str:
     heads = ["facility", "nodes", "jobs\nsubmitted", "jobs\nfailed", "delay\nmean, s", "delay\np90, s"]
-    heads += ["forecast error\nmean, s", "steps\ndone", *(f"updates\n{fate}" for fate in FATES), "cost\nnode s"]
+    heads += ["forecast\nerror, s", "steps\ndone", *(f"updates\n{fate}" for fate in FATES), "cost\nnode s"]
     rows = [_facility_row(run, name, colours[name]) for name in run.facilities]
     total: list[Cell] = ["all"]
     for place in range(1, len(heads)):
@@ -116,15 +116,16 @@ def _facility_row(run: Run, name: str, colour: str) -> list[Cell]:
         for update in run.updates
         if update.facility == name
     )
+    digits = 2 if run.round_length < 1000 else 0  # hundredths of a second say nothing about hours in a queue
     held = sum(attempt.stopped_at - attempt.started_at for attempt in attempts)
     return [
         swatch(colour, name),
         Number(run.nodes[name]),
         Number(len(jobs)),
         Number(sum(job.failed for job in jobs)),
-        Number(float(np.mean(delays)) if delays else None, 2),
-        Number(float(np.quantile(delays, 0.9)) if delays else None, 2),
-        Number(float(np.mean(errors)) if errors else None, 2),
+        Number(float(np.mean(delays)) if delays else None, digits),
+        Number(float(np.quantile(delays, 0.9)) if delays else None, digits),
+        Number(float(np.mean(errors)) if errors else None, digits),
         Number(sum(job.steps for job in jobs)),
         *(Number(fates[fate]) for fate in FATES),
         Number(held * run.nodes[name], 1),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Bar = Literal["waiting", "training", "upload"]
+Bar = Literal["waiting", "lingering", "training", "upload"]
 Mark = Literal["requeued", "failed"]
 
 ROUNDS_SHOWN: Final = 12
@@ -23,6 +23,7 @@ LANE: Final = 0.30  # inches
 GAP: Final = 0.6  # of a lane, between facilities
 _BARS: Final[dict[Bar, tuple[float, float]]] = {  # height in lanes, opacity
     "waiting": (0.74, 0.28),
+    "lingering": (0.74, 0.6),
     "training": (0.74, 1.0),
     "upload": (0.18, 1.0),
 }
@@ -102,7 +103,10 @@ def _bars(job: Job) -> Iterator[tuple[Bar, float, float]]:
     known = job.submitted_at
     for attempt in job.attempts:
         yield "waiting", max(attempt.eligible_at, known), attempt.started_at
-        yield "training", attempt.started_at, attempt.stopped_at
+        working_at = min(attempt.started_at + attempt.lingered, attempt.stopped_at)
+        if attempt.lingered > 0:
+            yield "lingering", attempt.started_at, working_at
+        yield "training", working_at, attempt.stopped_at
         known = attempt.stopped_at
     if job.waits_since is not None:
         yield "waiting", job.waits_since, job.closed_at
@@ -162,10 +166,9 @@ def _key() -> dict[str, Artist]:
     from matplotlib.patches import Patch
 
     key: dict[str, Artist] = {
-        "waiting": Patch(facecolor=FAINT, alpha=_BARS["waiting"][1]),
-        "training": Patch(facecolor=FAINT),
-        "upload": Line2D([], [], color=FAINT, linewidth=2.5),
+        bar: Patch(facecolor=FAINT, alpha=alpha) for bar, (_, alpha) in _BARS.items() if bar != "upload"
     }
+    key["upload"] = Line2D([], [], color=FAINT, linewidth=2.5)
     for mark, shape in _MARKS.items():
         key[mark] = Line2D([], [], color=INK, marker=shape, markersize=7, markeredgecolor=PAPER, linestyle="none")
     for label, look in _ABSENCES.items():

@@ -269,9 +269,11 @@ class Simulation:
         )
         arrives_at = self._now + site.transfer_seconds(self._learning.megabytes)
         for _ in range(2 if "duplicate" in strikes else 1):
-            self._at(arrives_at, JOBS, self._arrive, site, receipt)
+            self._at(arrives_at, JOBS, self._arrive, site, job, receipt)
 
-    def _arrive(self, site: Site, receipt: Receipt) -> None:
+    def _arrive(self, site: Site, job: SimJob, receipt: Receipt) -> None:
+        if job.state == "gone":  # lost on the way
+            return
         first = site.jobs.pop(receipt.job_id, None) is not None
         reason = self._learning.misfit((receipt.job_id, receipt.attempt)) if first else None
         if reason is None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedqueue.admit import Update
+from fedqueue.checks import at_least, share
 from fedqueue.strategies.fixed_steps import FixedStepOptions, FixedSteps
-from fedqueue.strategies.options import at_least, share
 from fedqueue.strategies.roster import Facility
 from fedqueue.weigh import polynomial_discount
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedqueue.admit import Buffer, Update
+from fedqueue.checks import at_least, more_than
 from fedqueue.plan import Plan
 from fedqueue.strategies.fixed_steps import FixedStepOptions, FixedSteps
-from fedqueue.strategies.options import at_least, more_than
 from fedqueue.strategies.roster import Facility
 from fedqueue.weigh import polynomial_discount
 

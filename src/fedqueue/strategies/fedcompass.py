@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from math import floor
 
 from fedqueue.admit import Buffer, Update
+from fedqueue.checks import at_least, more_than, share
 from fedqueue.messages import Assignment
 from fedqueue.plan import Plan
 from fedqueue.strategies.base import Strategy, Why
-from fedqueue.strategies.options import at_least, more_than, share
 from fedqueue.strategies.roster import Facility, Job
 from fedqueue.weigh import polynomial_discount
 

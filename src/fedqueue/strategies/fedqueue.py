@@ -17,9 +17,9 @@ from typing import Literal
 
 from fedqueue.admit import Update
 from fedqueue.budget import scaled_rate, steps_within, train_budget
+from fedqueue.checks import at_least, one_of
 from fedqueue.messages import Assignment, Scaling
 from fedqueue.strategies.base import Why
-from fedqueue.strategies.options import at_least, one_of
 from fedqueue.strategies.roster import Facility
 from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
 

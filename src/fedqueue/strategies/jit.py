@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedqueue.admit import Update
+from fedqueue.checks import one_of, share
 from fedqueue.messages import Assignment, JobId, PostWork, Standing, facility_of
 from fedqueue.strategies.base import Why
-from fedqueue.strategies.options import one_of, share
 from fedqueue.strategies.roster import Facility, Job
 from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
 

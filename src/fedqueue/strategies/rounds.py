@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedqueue.admit import Buffer, Update
+from fedqueue.checks import at_least, more_than, one_of, share
 from fedqueue.messages import Scaling
 from fedqueue.plan import Plan
 from fedqueue.predict import PREDICTORS
 from fedqueue.strategies.base import Strategy
-from fedqueue.strategies.options import at_least, more_than, one_of, share
 from fedqueue.strategies.roster import Facility, Job
 from fedqueue.weigh import Decay, discount, normalised
 

@@ -1,4 +1,4 @@
-"""How options say what they take: one line a check, naming the key."""
+"""How settings say what they take: one line a check, and an error that begins with the key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from math import isfinite
 
 
 def at_least(owner: object, least: float, *names: str) -> None:
+    """Each named number is finite and `least` or more; None means not set."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and not (isfinite(value) and value >= least):
@@ -20,9 +21,10 @@ def more_than(owner: object, bound: float, *names: str) -> None:
 
 
 def share(owner: object, *names: str) -> None:
+    """Each named number is from 0 to 1."""
     for name in names:
         value = getattr(owner, name)
-        if not 0 <= value <= 1:
+        if value is not None and not 0 <= value <= 1:
             raise ValueError(f"{name} must be between 0 and 1, found {value}")
 
 
