@@ -226,12 +226,8 @@ def test_with_training_jit_reaches_the_target_before_the_others() -> None:
     reached: dict[str, float] = {}
     for strategy in ("jit", "fedavg", "fedqueue"):
         for seed in (1, 2):
-            changes = (
-                f"run.strategy={strategy}",
-                f"run.seed={seed}",
-                "run.stop_at_score=0.95",
-                "task.test_samples=4000",
-            )
+            chosen = (f"run.strategy={strategy}", f"run.seed={seed}")
+            changes = (*chosen, "run.stop_at_score=0.95", "task.test_samples=4000")
             seconds = simulate(load(EXPERIMENTS / "mnist.toml", changes))["time_to"]["0.95"]
             reached[strategy] = reached.get(strategy, 0.0) + seconds / 2
     assert reached["fedavg"] <= 45

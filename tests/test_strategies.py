@@ -53,7 +53,7 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "round_length": st.floats(1, 15),
             "pipeline": st.sampled_from(["timed", "independent", "chain", "off"]),
             "lead": st.floats(0, 1),
-            "weigh_work": st.booleans(),
+            "patience": st.floats(0, 1),
             "lr_scaling": st.sampled_from(["inverse", "none"]),
             "max_staleness": st.none() | st.integers(0, 3),
         },

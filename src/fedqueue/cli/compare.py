@@ -21,6 +21,7 @@ from fedqueue.comparison import Estimate, estimates, paired
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.machine import invoked, provenance
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
 from fedqueue.strategies import STRATEGIES
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(summary), flush=True)
     for summaries in runs.values():
         summaries.sort(key=lambda s: s["seed"])
-    write_json(folder / "comparison.json", {"config": str(args.config), "changes": args.changes, "runs": runs})
+    write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
     trained = any(s["score"]["max"] is not None for summaries in runs.values() for s in summaries)
     if args.plots and trained:
         plot(folder, strategies, seeds, config)
@@ -96,18 +97,18 @@ def show(runs: Mapping[str, Sequence[dict[str, Any]]], config: Config, folder: P
     count = len(runs[names[0]])
     targets = [f"{target:.2f}" for target in config.run.targets]
     trained = any(s["score"]["max"] is not None for summaries in runs.values() for s in summaries)
-    figures = [("best score %", "score.max", 100.0)] if trained else []
-    figures += [(f"s to {float(t):.0%}", f"time_to.{t}", 1.0) for t in targets] if trained else []
+    figures = [("best score %", "score.max", 100.0, 1)] if trained else []
+    figures += [(f"s to {float(t):.0%}", f"time_to.{t}", 1.0, 1) for t in targets] if trained else []
     figures += [
-        ("late %", "late_probability", 100.0),
-        ("missed cutoff %", "missed_cutoff", 100.0),
-        ("staleness", "max_staleness", 1.0),
-        ("local steps", "local_steps", 1.0),
-        ("node s", "node_seconds", 1.0),
-        ("transfers", "model_transfers", 1.0),
+        ("late %", "late_probability", 100.0, 1),
+        ("missed cutoff %", "missed_cutoff", 100.0, 1),
+        ("staleness", "max_staleness", 1.0, 0),
+        ("local steps", "local_steps", 1.0, 0),
+        ("node s", "node_seconds", 1.0, 0),
+        ("transfers", "model_transfers", 1.0, 0),
     ]
-    columns = {title: estimates(runs, key) for title, key, _ in figures}
-    rows = [[name, *(_cell(columns[t][name], scale, count) for t, _, scale in figures)] for name in names]
+    columns = {title: estimates(runs, key) for title, key, _, _ in figures}
+    rows = [[name, *(_cell(columns[t][name], scale, n, count) for t, _, scale, n in figures)] for name in names]
     last = f"time_to.{targets[-1]}" if trained and targets else None
     best = None
     if last is not None:
@@ -115,7 +116,7 @@ def show(runs: Mapping[str, Sequence[dict[str, Any]]], config: Config, folder: P
         best = names.index(min(reached, key=lambda n: reached[n].mean or 0.0)) if reached else None
     spread = f", mean ± sd over {count} seeds; (n) where only n reached it" if count > 1 else ""
     terminal.show(
-        terminal.table(f"{config.run.name}{spread}", ("strategy", *(t for t, _, _ in figures)), rows, best=best)
+        terminal.table(f"{config.run.name}{spread}", ("strategy", *(title for title, *_ in figures)), rows, best=best)
     )
     if last is not None and count > 1 and len(names) > 1:
         _show_paired(runs, names, targets)
@@ -174,14 +175,14 @@ def _curve(folder: Path) -> list[tuple[float, float]]:
         return [(row["scored_at"], row["score"]) for row in ledger.rows("SELECT * FROM scores ORDER BY scored_at")]
 
 
-def _cell(value: Estimate, scale: float, count: int) -> str:
+def _cell(value: Estimate, scale: float, digits: int, count: int) -> str:
     if value.mean is None:
         return "-"
-    mean = value.mean * scale
-    text = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.1f}"
-    if value.sd is not None:
-        sd = value.sd * scale
-        text += f" ± {sd:,.0f}" if mean >= 1000 else f" ± {sd:.1f}"
+    if value.sd is None:
+        text = f"{value.mean * scale:,.{digits}f}"
+    else:
+        digits = digits if value.mean * scale >= 100 else 1
+        text = f"{value.mean * scale:,.{digits}f} ± {value.sd * scale:,.{digits}f}"
     return text if value.count == count else f"{text} ({value.count})"
 
 

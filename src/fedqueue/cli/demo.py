@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedqueue.cli import common, compare, terminal
+from fedqueue.machine import invoked, provenance
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
 from fedqueue.strategies import STRATEGIES
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         with terminal.following(name, chosen) as listener:
             home = new_folder(folder / f"{name}-seed{chosen.run.seed}", name)
             runs[name] = [simulate(chosen, folder=home, listeners=[listener])]
-    write_json(folder / "comparison.json", {"config": "demo", "changes": [], "runs": runs})
+    write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
     picture = compare.plot(folder, strategies, [config.run.seed], config)
     from fedqueue.report import write_report
 

@@ -29,7 +29,6 @@ class JitOptions(RoundOptions):
     off: when this one's update is in."""
     lead: float = 0.5  # timed: the share of delays that the head start covers
     patience: float = 0.1  # share of a round: a job that starts so close to a cutoff waits for the model made there
-    weigh_work: bool = True  # an update that trained for a tenth of a round counts for a tenth
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,14 +74,6 @@ class Jit(RoundStrategy):
             self._submit(facility, after=job.order.job_id)
         elif self.options.pipeline != "off":
             self._submit(facility)
-
-    def worth(self, update: Update) -> float:
-        # Jobs begin when their queue lets them, so some have little time left in their round. Counted in full, such
-        # an update would pull the model back to where the round began.
-        speed = self.facilities[update.facility].steps_per_second
-        if not self.options.weigh_work or speed is None:
-            return 1.0
-        return min(1.0, update.receipt.steps_done / (speed * self.round_length))
 
     def timer(self, key: str) -> None:
         kind, _, job = key.partition("/")

@@ -59,10 +59,6 @@ class RoundStrategy(Strategy):
         """The model of a new round is ready."""
         raise NotImplementedError
 
-    def worth(self, update: Update) -> float:
-        """What else an update's weight depends on."""
-        return 1.0
-
     def begin(self) -> None:
         self._schedule_from(self.now)
         self.start_round()
@@ -90,7 +86,6 @@ class RoundStrategy(Strategy):
             self.settle(update, "expired", reason="staler than max_staleness", staleness=update.staleness(self.round))
         raw = [
             self.facilities[u.facility].profile.data_weight
-            * self.worth(u)
             * discount(u.staleness(self.round), self.options.decay, self.options.beta)
             for u in admitted
         ]
