@@ -31,7 +31,7 @@ def provenance(command: list[str]) -> dict[str, Any]:
 
 def invoked() -> list[str]:
     """This process's command as a person would type it."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return ["fedqueue", *sys.argv[1:]]
 
 
 def _processor() -> str:

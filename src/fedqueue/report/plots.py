@@ -27,6 +27,7 @@ from fedqueue.report.style import (
     styled,
 )
 from fedqueue.report.timeline import timeline
+from fedqueue.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def run_figures(run: Run, colours: Mapping[str, str]) -> dict[str, Figure]:
 
 def comparison_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, targets: Sequence[float], title: str) -> Path:
     """Score against virtual time as a PNG file: a line a label, the mean over its curves (one a seed), and a band from
-    the lowest to the highest; a dot where each run reached each target."""
+    the lowest to the highest; a dot at the mean second at which a target was reached, if every curve reached it."""
     return save_png(comparison_figure(curves, targets=targets, title=title), path)
 
 
@@ -129,7 +130,8 @@ def _scores(curves: Mapping[str, Sequence[Curve]], targets: Sequence[float], tit
         )
     axes.set_xlim(0, last / size * (1 + STUB))
     for place, (label, colour) in enumerate(strategy_colours(list(curves)).items()):
-        _score_line(axes, label, curves[label], colour, MARKERS[place % len(MARKERS)], targets, size)
+        known = list(STRATEGIES).index(label) if label in STRATEGIES else len(STRATEGIES) + place
+        _score_line(axes, label, curves[label], colour, MARKERS[known % len(MARKERS)], targets, size)
     axes.set_xlabel(clock_label(unit, simulated=simulated))
     axes.set_ylabel("score")
     axes.set_title(title)
@@ -147,7 +149,7 @@ def _score_key(figure: Figure, axes: Axes, *, band: bool, dots: bool) -> None:
         labels.append("lowest to highest seed")
     if dots:
         handles.append(Line2D([], [], color=FAINT, marker="o", markeredgecolor=PAPER, linestyle="none"))
-        labels.append("a run reaches a target")
+        labels.append("reaches a target, mean of seeds" if band else "reaches a target")
     figure.legend(handles, labels, loc="outside lower left", ncols=4)
 
 
@@ -163,8 +165,10 @@ def _score_line(
         label = f"{label}, mean of {len(curves)}"
     line: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": PAPER, "markersize": 6.5}
     axes.step(x, [*mean, mean[-1]], where="post", linewidth=1.8, markevery=[], label=label, **line)
-    hits = [(at / size, target) for target in targets for curve in curves if (at := reached(curve, target)) is not None]
-    axes.plot([at for at, _ in hits], [target for _, target in hits], linestyle="none", zorder=4, **line)
+    for target in targets:
+        hits = [at for curve in curves if (at := reached(curve, target)) is not None]
+        if len(hits) == len(curves):
+            axes.plot([sum(hits) / len(hits) / size], [target], linestyle="none", zorder=4, **line)
 
 
 def _staleness(run: Run, colours: Mapping[str, str]) -> Figure:

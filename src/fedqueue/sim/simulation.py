@@ -274,8 +274,9 @@ class Simulation:
     def _arrive(self, site: Site, job: SimJob, receipt: Receipt) -> None:
         if job.state == "gone":  # lost on the way
             return
-        first = site.jobs.pop(receipt.job_id, None) is not None
-        reason = self._learning.misfit((receipt.job_id, receipt.attempt)) if first else None
+        if site.jobs.pop(receipt.job_id, None) is not None:  # otherwise the same comes again
+            job.misfit = self._learning.misfit((receipt.job_id, receipt.attempt))
+        reason = job.misfit
         if reason is None:
             self._report(site, UpdateArrived(at=self._now, receipt=receipt))
         else:

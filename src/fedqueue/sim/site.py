@@ -30,6 +30,8 @@ class SimJob:
     started_at: float | None = None
     state: str = "waiting"  # waiting, lingering, running, ended (its update is on the way), gone
 
+    misfit: str | None = None  # why its update could not be used
+
     @property
     def id(self) -> JobId:
         return self.order.job_id
