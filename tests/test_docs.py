@@ -204,6 +204,20 @@ def test_every_toml_block_parses_and_complete_ones_are_configs(example: Path) ->
     assert complete >= 2
 
 
+def test_every_line_of_a_trace_is_in_a_golden_one() -> None:
+    golden = {line for path in (ROOT / "tests" / "golden").glob("*.txt") for line in path.read_text().splitlines()}
+    shown = [
+        line
+        for page in PAGES
+        for text in blocks(page, "text")
+        for line in text.splitlines()
+        if re.match(r" +(\d+\.\d\d  [A-Z]|-> )", line)
+    ]
+    assert shown
+    for line in shown:
+        assert line in golden, f"no golden trace has: {line}"
+
+
 def test_every_source_file_named_in_the_pages_exists() -> None:
     for page in PAGES:
         for name in re.findall(r"`((?:src|tests|experiments|docs|benchmarks)/[\w./-]+)`", page.read_text("utf-8")):

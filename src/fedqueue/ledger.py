@@ -36,8 +36,8 @@ class Ledger:
         self._seq = 0
         self._events: list[tuple[int, float, str, str | None, str]] = []
         self._commands: list[tuple[int, int, str, str | None, str]] = []
+        self._db = sqlite3.connect(path, isolation_level=None)
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
             if durable:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
@@ -47,6 +47,7 @@ class Ledger:
             facts = {"format": FORMAT, **meta}
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, _encode(v)) for k, v in facts.items()])
         except sqlite3.Error as error:
+            self._db.close()
             raise _storage_error(path, error) from None
 
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:

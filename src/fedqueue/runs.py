@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,20 +21,35 @@ from fedqueue.strategies import STRATEGIES, Strategy
 SUMMARY: Final = "summary.json"
 
 
-def new_folder(wanted: Path | None, default_name: str) -> Path:
-    """Make a run folder: the one asked for, which must not exist, or runs/NAME with a number that is free."""
-    if wanted is not None:
-        return _make(wanted, must_be_new=True)
-    for number in range(1, 10_000):
-        folder = Path("runs") / (default_name if number == 1 else f"{default_name}-{number}")
-        if not folder.exists():
-            return _make(folder, must_be_new=True)
-    raise RunFolderError(f"runs/{default_name}: ten thousand such runs exist; name a folder with --out")
+@contextmanager
+def new_folder(wanted: Path | None, default_name: str) -> Iterator[Path]:
+    """A run folder: the one asked for, which must not exist, or runs/NAME with a number that is free.
 
-
-def _make(folder: Path, *, must_be_new: bool) -> Path:
+    If what is done in it fails before anything is there, nothing is left of it.
+    """
+    folder = wanted if wanted is not None else _free_name(default_name)
+    lacking = [parent for parent in folder.parents if not parent.exists()]
+    _make(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=not must_be_new)
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # it holds something: what was written stays
+            for empty in (folder, *lacking):
+                empty.rmdir()
+        raise
+
+
+def _free_name(name: str) -> Path:
+    for number in count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return folder
+    raise AssertionError("there is always a free number")
+
+
+def _make(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True)
     except FileExistsError:
         raise RunFolderError(f"{folder}: exists already; nothing was changed; name another folder") from None
     except OSError as error:
@@ -83,7 +99,7 @@ def rebuild_strategy(meta: Mapping[str, Any]) -> Strategy:
 
 def replay(folder: Path) -> int:
     """Feed the events of a run into a fresh strategy; the number of events, or a `ReplayError` at a difference."""
-    count = 0
+    number = 0
     with LedgerReader(folder / FILE) as ledger:
         strategy = rebuild_strategy(ledger.meta)
         for event, recorded in ledger.steps():
@@ -93,9 +109,9 @@ def replay(folder: Path) -> int:
                 place, (was, now) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
                 built = ledger.meta.get("version")
                 raise ReplayError(
-                    f"{folder}: event {count} ({type(event).__name__} at {event.at:g} s), command {place}: "
+                    f"{folder}: event {number} ({type(event).__name__} at {event.at:g} s), command {place}: "
                     f"the ledger (build {built}) has {' '.join(was)}; "
                     f"replaying (build {__version__}) gives {' '.join(now)}"
                 )
-            count += 1
-    return count
+            number += 1
+    return number

@@ -57,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--strategies {args.strategies}: names one twice")
     configs = {name: common.load_run(args.config, args.changes, strategy=name) for name in strategies}
     config = next(iter(configs.values()))
-    folder = new_folder(args.out, f"{config.run.name}-compare")
+    with new_folder(args.out, f"{config.run.name}-compare") as folder:
+        _compare(args, config, strategies, folder)
+    return 0
+
+
+def _compare(args: argparse.Namespace, config: Config, strategies: list[str], folder: Path) -> None:
     seeds = range(config.run.seed, config.run.seed + args.seeds)
     jobs: list[Job] = [
         (args.config, tuple(args.changes), name, seed, folder / f"{name}-seed{seed}")
@@ -77,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         plot(folder, strategies, seeds, config)
     if not args.json:
         show(runs, config, folder)
-    return 0
 
 
 def plot(folder: Path, strategies: Sequence[str], seeds: Sequence[int], config: Config) -> Path:
@@ -151,7 +155,8 @@ def _run_all(jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:
 def _run_one(job: Job) -> dict[str, Any]:
     path, changes, strategy, seed, folder = job
     config = common.load_run(path, changes, strategy=strategy, seed=seed)
-    return simulate(config, folder=new_folder(folder, folder.name))
+    with new_folder(folder, folder.name):
+        return simulate(config, folder=folder)
 
 
 def _progress(summaries: Iterator[dict[str, Any]], total: int, *, quiet: bool) -> Iterator[dict[str, Any]]:

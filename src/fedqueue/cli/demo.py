@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from importlib import resources
-from pathlib import Path
 
 from fedqueue.cli import common, compare, terminal
 from fedqueue.machine import invoked, provenance
@@ -24,31 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from fedqueue.report import write_report
+
     began = time.perf_counter()
     strategies = list(STRATEGIES)
     with resources.as_file(resources.files("fedqueue.cli") / "demo.toml") as path:
         configs = {name: common.load_run(path, (), strategy=name) for name in strategies}
     config = next(iter(configs.values()))
-    folder = new_folder(args.out, "demo")
     print(
         f"{len(config.facility)} facilities wait in their own queues; "
         f"{len(strategies)} strategies meet the same delays, data and first model"
     )
     runs = {}
-    for name, chosen in configs.items():
-        with terminal.following(name, chosen) as listener:
-            home = new_folder(folder / f"{name}-seed{chosen.run.seed}", name)
-            runs[name] = [simulate(chosen, folder=home, listeners=[listener])]
-    write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
-    picture = compare.plot(folder, strategies, [config.run.seed], config)
-    from fedqueue.report import write_report
-
-    page = write_report([folder / f"{name}-seed{config.run.seed}" for name in strategies], folder / "report.html")
+    with new_folder(args.out, "demo") as folder:
+        homes = {name: folder / f"{name}-seed{config.run.seed}" for name in strategies}
+        for name, chosen in configs.items():
+            with new_folder(homes[name], name), terminal.following(name, chosen) as listener:
+                runs[name] = [simulate(chosen, folder=homes[name], listeners=[listener])]
+        write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
+        picture = compare.plot(folder, strategies, [config.run.seed], config)
+        page = write_report(list(homes.values()), folder / "report.html")
     compare.show(runs, config, folder)
     print(f"plot:   {picture}")
     print(f"report: {page}  (open it in a browser)")
     print(f"done in {time.perf_counter() - began:.0f} s. Next:")
     print("  fedqueue init my.toml && fedqueue simulate my.toml       your own facilities")
     print("  fedqueue compare my.toml --strategies jit,fedqueue --seeds 5 --jobs 2")
-    print(f"  fedqueue replay {Path(folder) / f'jit-seed{config.run.seed}'}      the ledger, checked event by event")
+    print(f"  fedqueue replay {homes['jit']}      the ledger, checked event by event")
     return 0

@@ -30,8 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.load_run(args.config, args.changes, strategy=args.strategy, seed=args.seed)
-    folder = new_folder(args.out, f"{config.run.name}-{config.run.strategy}-seed{config.run.seed}")
-    with terminal.following(config.run.strategy, config, quiet=args.json) as listener:
+    name = f"{config.run.name}-{config.run.strategy}-seed{config.run.seed}"
+    with (
+        new_folder(args.out, name) as folder,
+        terminal.following(config.run.strategy, config, quiet=args.json) as listener,
+    ):
         summary = simulate(config, folder=folder, listeners=[listener])
     if args.plots:
         from fedqueue.report import run_plots

@@ -18,7 +18,7 @@ from fedqueue.report.tables import absence_table, facility_table, run_facts, set
 HOW_TO_READ: Final = {
     "comparison": (
         "A line is the score of the newest model, the mean over seeds, and holds until the next model; further left "
-        "and higher is better. The band runs from the lowest to the highest seed, and a dot is the mean second at which "
+        "and higher is better. The band runs from the lowest to the highest seed, and a dot is the mean time at which "
         "all seeds have reached a target. A run that is over keeps its last score."
     ),
     "score": (
