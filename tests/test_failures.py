@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.messages import JobFailed, ModelReady, Record, StopRun, SubmitJob, SubmitRefused
+from fedqueue.messages import JobFailed, ModelReady, PostWork, Record, StopRun, SubmitJob, SubmitRefused
 from fedqueue.sim.runner import simulate
 from tests.conftest import STRATEGY_NAMES, commands_of, config_of, facility, trace_of
 
@@ -126,3 +126,20 @@ def test_results_of_a_facility_out_of_reach_wait_and_are_used_or_expire(strategy
 
 def _no_pipeline(strategy: str) -> dict[str, Any]:
     return {"pipeline": "off"} if strategy == "jit" else {}
+
+
+def test_outage_does_not_spoil_what_was_learned_of_the_overhead() -> None:
+    sites = [facility(name, queue={"kind": "fixed", "delay": 1.0}, latency_seconds=0.2) for name in ("east", "west")]
+    faults = [{"kind": "outage", "facility": "east", "at": 22.0, "seconds": 33.0}]
+    trace = trace_of(config_of("jit", facilities=sites, faults=faults, rounds=20))
+    overheads = [c.standing.overhead for c in commands_of(trace, PostWork) if c.facility == "east"]
+    assert max(overheads) == pytest.approx(0.2)
+
+
+def test_nodes_held_out_of_reach_count_by_the_jobs_own_clock() -> None:
+    sites = [facility("east", queue={"kind": "fixed", "delay": 1.0})]
+    outage = [{"kind": "outage", "facility": "east", "at": 0.5, "seconds": 60.0}]
+    calm = simulate(config_of("fedasync", facilities=sites, options={"steps": 20}, rounds=1))
+    away = simulate(config_of("fedasync", facilities=sites, options={"steps": 20}, rounds=1, faults=outage))
+    assert away["virtual_seconds"] > 60
+    assert away["node_seconds"] == pytest.approx(calm["node_seconds"]) == pytest.approx(2.0)

@@ -219,9 +219,11 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
 
 def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None = None) -> Config:
     """Check a tree of plain values, as TOML gives it."""
-    home = folder or Path()
-    _import_modules(tree.get("run"), where, home)
+    home = (folder or Path()).absolute()
+    import_modules(tree.get("run"), where, home)
     try:
+        if "folder" in tree:
+            raise ConfigError("folder: unknown key; it is where the config file lies")
         options = _read_options(tree.get("strategy", {}))
         config = read(Config, {**tree, "strategy": options, "folder": str(home)}, "")
         _check_across(config)
@@ -239,14 +241,14 @@ def _read_options(given: Any) -> dict[str, Any]:
     return {name: read(kind.Options, given.get(name, {}), f"strategy.{name}") for name, kind in STRATEGIES.items()}
 
 
-def _import_modules(run: Any, where: str, folder: Path) -> None:
+def import_modules(run: Any, where: str, folder: Path) -> None:
     """Import run.modules, which may lie beside the config file, so that what they register is known."""
     names = run.get("modules", []) if isinstance(run, Mapping) else []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"{where}: run.modules: must be a list of module names, found {names!r}")
     for name in names:
-        if str(folder.absolute()) not in sys.path:
-            sys.path.insert(0, str(folder.absolute()))
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a user's module does wrong is the user's to know, in one line

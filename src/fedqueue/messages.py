@@ -259,6 +259,7 @@ class JobRequeued(_Event):
     job_id: JobId
     attempt: int
     reason: str
+    held_seconds: float = 0.0  # that its nodes were held by the attempt before
 
 
 @message
@@ -267,9 +268,10 @@ class JobEnded(_Event):
     attempt: int
     steps_done: int
     train_seconds: float
+    held_seconds: float = 0.0  # that its nodes were held, by its own clock
 
     def __post_init__(self) -> None:
-        _seconds(self, "at", "train_seconds")
+        _seconds(self, "at", "train_seconds", "held_seconds")
         _count(self, "attempt", "steps_done")
 
 
@@ -281,6 +283,7 @@ class JobFailed(_Event):
     attempt: int
     reason: str
     transient: bool
+    held_seconds: float = 0.0  # that its nodes were held, by its own clock
 
 
 @message

@@ -30,10 +30,21 @@ from fedqueue.messages import (
 )
 
 
+def target_key(target: float) -> str:
+    """How a target is called in a summary: with two decimals, or with all it has.
+
+    >>> target_key(0.9), target_key(0.955)
+    ('0.90', '0.955')
+    """
+    return f"{target:.2f}" if round(target, 2) == target else repr(target)
+
+
 @dataclass(slots=True)
 class _OpenJob:
     submitted_at: float
     nodes: int
+    replaces: bool
+    transfers: int = 0  # models sent to its facility for it
     held_since: float | None = None
 
 
@@ -74,13 +85,15 @@ class Tally:
             if type(command) is SubmitJob:
                 order = command.order
                 self._jobs["submitted"] += 1
-                self._jobs["resubmitted"] += order.replaces is not None
-                self._open[order.job_id] = _OpenJob(self._now, self._nodes[order.facility])
+                replaces = order.replaces is not None
+                self._jobs["resubmitted"] += replaces
+                self._open[order.job_id] = _OpenJob(self._now, self._nodes[order.facility], replaces)
             elif type(command) is Record:
                 if command.kind == "fate":
                     self._fate(command.facts)
             elif type(command) is AssignWork:
                 self._transfers += 1  # a model travels to a facility
+                self._open[command.job_id].transfers += 1
             elif type(command) is PostWork and self._posted.get(command.facility) != command.standing.version:
                 self._posted[command.facility] = command.standing.version
                 self._transfers += 1
@@ -105,8 +118,8 @@ class Tally:
             "local_steps": self._steps,
             "model_transfers": self._transfers,
             "score": {"max": self._best, "final": self._final},
-            "time_to": {f"{target:.2f}": at for target, at in self._time_to.items()},
-            "steps_to": {f"{target:.2f}": steps for target, steps in self._steps_to.items()},
+            "time_to": {target_key(target): at for target, at in self._time_to.items()},
+            "steps_to": {target_key(target): steps for target, steps in self._steps_to.items()},
             "wall_seconds": wall_seconds,
         }
 
@@ -120,10 +133,10 @@ class Tally:
         if job is not None:
             job.held_since = event.at - event.lingered
 
-    def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed | SubmitRefused) -> None:
+    def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed) -> None:
         job = self._open.get(event.job_id)
         if job is not None:
-            self._node_seconds += self._held(job)
+            self._node_seconds += event.held_seconds * job.nodes
             job.held_since = None
 
     def _job_ended(self, event: JobEnded) -> None:
@@ -135,8 +148,11 @@ class Tally:
         self._jobs["failed"] += self._open.pop(event.job_id, None) is not None
 
     def _submit_refused(self, event: SubmitRefused) -> None:
-        self._open.pop(event.job_id, None)
-        self._jobs["submitted"] -= 1  # the scheduler never had it
+        job = self._open.pop(event.job_id, None)
+        if job is not None:  # the scheduler never had it, and no model was sent for it
+            self._jobs["submitted"] -= 1
+            self._jobs["resubmitted"] -= job.replaces
+            self._transfers -= job.transfers
 
     def _update_rejected(self, event: UpdateRejected) -> None:
         self._transfers += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue import __version__
-from fedqueue.config import Config
+from fedqueue.config import Config, import_modules
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, LedgerReader, encode
 from fedqueue.plan import FacilityProfile, FailurePolicy, Plan
@@ -88,8 +88,9 @@ def describe(config: Config, plan: Plan, *, seed: int, driver: str) -> dict[str,
 def rebuild_strategy(meta: Mapping[str, Any]) -> Strategy:
     """The strategy of a ledger, as it was before its first event."""
     name = meta["strategy"]
+    import_modules(meta["config"]["run"], "the ledger's config", Path(meta["config"]["folder"]))
     if name not in STRATEGIES:
-        raise ReplayError(f"the ledger's strategy {name!r} is not registered here; import the module that has it")
+        raise ReplayError(f"the ledger's strategy {name!r} is not registered; put its module on PYTHONPATH")
     kind = STRATEGIES[name]
     plan = dict(meta["plan"])
     plan["facilities"] = tuple(FacilityProfile(**profile) for profile in plan["facilities"])

@@ -23,7 +23,9 @@ SELECT s.job,
        s.at - json_extract(s.body, '$.lingered') - json_extract(s.body, '$.admission_delay') AS eligible_at,
        json_extract(s.body, '$.bound') AS bound,
        (SELECT min(e.at) FROM events e WHERE e.job = s.job AND e.seq > s.seq
-         AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at
+         AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at,
+       (SELECT json_extract(e.body, '$.held_seconds') FROM events e WHERE e.job = s.job AND e.seq > s.seq
+         AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued') ORDER BY e.seq LIMIT 1) AS held_seconds
 FROM events s WHERE s.kind = 'JobStarted';
 
 -- Every job we ordered; times and figures of its newest attempt.

@@ -22,6 +22,7 @@ from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
+from fedqueue.metrics import target_key
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
 from fedqueue.strategies import STRATEGIES
@@ -78,10 +79,11 @@ def _compare(args: argparse.Namespace, config: Config, strategies: list[str], fo
         summaries.sort(key=lambda s: s["seed"])
     write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
     trained = any(s["score"]["max"] is not None for summaries in runs.values() for s in summaries)
-    if args.plots and trained:
-        plot(folder, strategies, seeds, config)
+    picture = plot(folder, strategies, seeds, config) if args.plots and trained else None
     if not args.json:
         show(runs, config, folder)
+        if picture is not None:
+            print(f"plot: {picture}")
 
 
 def plot(folder: Path, strategies: Sequence[str], seeds: Sequence[int], config: Config) -> Path:
@@ -99,10 +101,10 @@ def show(runs: Mapping[str, Sequence[dict[str, Any]]], config: Config, folder: P
     """The tables that a person reads."""
     names = list(runs)
     count = len(runs[names[0]])
-    targets = [f"{target:.2f}" for target in config.run.targets]
+    targets = [target_key(target) for target in config.run.targets]
     trained = any(s["score"]["max"] is not None for summaries in runs.values() for s in summaries)
     figures = [("best score %", "score.max", 100.0, 1)] if trained else []
-    figures += [(f"s to {float(t):.0%}", f"time_to.{t}", 1.0, 1) for t in targets] if trained else []
+    figures += [(f"s to {float(t):.3g}", f"time_to.{t}", 1.0, 1) for t in targets] if trained else []
     figures += [
         ("late %", "late_probability", 100.0, 1),
         ("missed cutoff %", "missed_cutoff", 100.0, 1),
@@ -124,7 +126,7 @@ def show(runs: Mapping[str, Sequence[dict[str, Any]]], config: Config, folder: P
     )
     if last is not None and count > 1 and len(names) > 1:
         _show_paired(runs, names, targets)
-    print(f"run folders, plot and comparison.json: {folder}")
+    print(f"run folders and comparison.json: {folder}")
 
 
 def _show_paired(runs: Mapping[str, Sequence[dict[str, Any]]], names: list[str], targets: list[str]) -> None:
@@ -134,7 +136,7 @@ def _show_paired(runs: Mapping[str, Sequence[dict[str, Any]]], names: list[str],
     for name in names[1:]:
         rows.append([name, *(_interval(differences[t][name]) for t in targets)])
     title = f"seconds more (+) or fewer (-) than {against}, same seeds: mean, 95 % interval, pairs"
-    terminal.show(terminal.table(title, ("strategy", *(f"to {float(t):.0%}" for t in targets)), rows))
+    terminal.show(terminal.table(title, ("strategy", *(f"to {float(t):.3g}" for t in targets)), rows))
 
 
 def _run_all(jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:

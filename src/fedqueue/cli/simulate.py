@@ -53,7 +53,7 @@ def _show(config: Config, summary: dict[str, Any], folder: Path) -> None:
         ("virtual seconds", terminal.seconds(summary["virtual_seconds"])),
         ("models made", str(summary["rounds"])),
         ("score, best and final (%)", f"{terminal.percent(score['max'])}  {terminal.percent(score['final'])}"),
-        *((f"seconds to {float(t):.0%}", terminal.seconds(at)) for t, at in summary["time_to"].items()),
+        *((f"seconds to {float(t):.3g}", terminal.seconds(at)) for t, at in summary["time_to"].items()),
         ("jobs submitted, completed, failed, resubmitted", "  ".join(str(n) for n in jobs.values())),
         ("updates admitted, deferred, rejected, expired", "  ".join(str(n) for n in updates.values())),
         ("late jobs (%)", terminal.percent(summary["late_probability"])),

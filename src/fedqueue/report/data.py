@@ -35,6 +35,7 @@ class Attempt:
     eligible_at: float
     started_at: float
     stopped_at: float
+    held_seconds: float  # that its nodes were held; by its own clock, once it has stopped
     admission_delay: float
     lingered: float  # seconds it held its nodes before it took its work
     outcome: Outcome
@@ -249,6 +250,7 @@ def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
                 eligible_at=row["eligible_at"],
                 started_at=row["started_at"],
                 stopped_at=end if row["stopped_at"] is None else row["stopped_at"],
+                held_seconds=end - row["started_at"] if row["held_seconds"] is None else row["held_seconds"],
                 admission_delay=row["admission_delay"],
                 lingered=row["lingered"],
                 outcome=stops.get((row["job"], row["attempt"]), "open"),

@@ -117,7 +117,7 @@ def _facility_row(run: Run, name: str, colour: str) -> list[Cell]:
         if update.facility == name
     )
     digits = 2 if run.round_length < 1000 else 0  # hundredths of a second say nothing about hours in a queue
-    held = sum(attempt.stopped_at - attempt.started_at for attempt in attempts)
+    held = sum(attempt.held_seconds for attempt in attempts)
     return [
         swatch(colour, name),
         Number(run.nodes[name]),

@@ -46,13 +46,18 @@ class Draws:
 
     def __init__(self, seed: int, facility: str) -> None:
         self._key = (seed, crc32(facility.encode()))
+        self._rewind()
+
+    def _rewind(self) -> None:
         self._stream = np.random.default_rng(self._key)
         self._block: list[float] = []
         self._begin = 0  # number of the first job in the block
 
     def normal(self, number: int, attempt: int) -> float:
-        if attempt or number < self._begin:
+        if attempt:
             return float(np.random.default_rng((*self._key, number, attempt)).standard_normal())
+        if number < self._begin:
+            self._rewind()
         while number >= self._begin + len(self._block):
             self._begin += len(self._block)
             self._block = self._stream.standard_normal(BLOCK).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,5 +62,7 @@ def _learning(config: Config, seed: int) -> tuple[Learning, Sequence[int] | None
         return TimingOnly(config.simulator.model_megabytes), None
     from fedqueue.training.tasks import make_task  # loads torch: only runs that train pay for it
 
+    if config.folder not in sys.path:  # a task of the user's own may lie beside the config
+        sys.path.insert(0, config.folder)
     task = make_task(config.task, len(config.facility), seed)
     return RealLearning(task), task.data_sizes()

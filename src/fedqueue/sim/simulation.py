@@ -226,17 +226,19 @@ class Simulation:
 
     def _preempt(self, site: Site, job: SimJob, attempt: int) -> None:
         if job.state == "running" and job.attempt == attempt:
-            job.attempt, job.state = attempt + 1, "waiting"
-            self._report(site, JobRequeued(at=self._now, job_id=job.id, attempt=job.attempt, reason="preempted"))
+            held = self._held(job)
+            job.attempt, job.state, job.started_at = attempt + 1, "waiting", None
+            self._report(
+                site,
+                JobRequeued(at=self._now, job_id=job.id, attempt=job.attempt, reason="preempted", held_seconds=held),
+            )
             self._become_eligible(site, job)
 
     def _fail(self, site: Site, job: SimJob, attempt: int, reason: str, transient: bool) -> None:
         if job.state == "running" and job.attempt == attempt:
             del site.jobs[job.id]
             self._close(site, job)
-            self._report(
-                site, JobFailed(at=self._now, job_id=job.id, attempt=attempt, reason=reason, transient=transient)
-            )
+            self._report(site, self._failure(job, reason, transient))
 
     def _end(self, site: Site, job: SimJob, work: Assignment, course: Course, strikes: frozenset[str]) -> None:
         attempt = course.attempt
@@ -265,8 +267,10 @@ class Simulation:
                 attempt=attempt,
                 steps_done=course.steps,
                 train_seconds=course.train_seconds,
+                held_seconds=self._held(job),
             ),
         )
+        job.started_at = None  # its nodes are free
         arrives_at = self._now + site.transfer_seconds(self._learning.megabytes)
         for _ in range(2 if "duplicate" in strikes else 1):
             self._at(arrives_at, JOBS, self._arrive, site, job, receipt)
@@ -285,6 +289,20 @@ class Simulation:
                 UpdateRejected(at=self._now, job_id=receipt.job_id, attempt=receipt.attempt, reason=reason),
             )
 
+    def _failure(self, job: SimJob, reason: str, transient: bool) -> JobFailed:
+        return JobFailed(
+            at=self._now,
+            job_id=job.id,
+            attempt=job.attempt,
+            reason=reason,
+            transient=transient,
+            held_seconds=self._held(job),
+        )
+
+    def _held(self, job: SimJob) -> float:
+        """Seconds that this attempt has held its nodes."""
+        return self._now - job.started_at if job.started_at is not None else 0.0
+
     def _close(self, site: Site, job: SimJob) -> None:
         job.state = "gone"
         self._free_chained(site, job)
@@ -299,12 +317,8 @@ class Simulation:
         self._tell(FacilityLeft(at=self._now, facility=site.name))
         if loses_jobs:
             for job in list(site.jobs.values()):
+                site.held.append(self._failure(job, "lost in the outage", True))
                 job.state = "gone"
-                site.held.append(
-                    JobFailed(
-                        at=self._now, job_id=job.id, attempt=job.attempt, reason="lost in the outage", transient=True
-                    )
-                )
                 self._learning.forget((job.id, job.attempt))
             site.jobs.clear()
 

@@ -27,7 +27,7 @@ class SimJob:
     work_staged_at: float = 0.0  # when the model it was bound to is on site
     attempt: int = 0
     eligible_at: float | None = None  # None: chained to a job that has not ended
-    started_at: float | None = None
+    started_at: float | None = None  # None: it holds no nodes
     state: str = "waiting"  # waiting, lingering, running, ended (its update is on the way), gone
 
     misfit: str | None = None  # why its update could not be used
@@ -99,7 +99,8 @@ class Site:
     def wait(self, job: SimJob, at: float) -> float:
         """Seconds until a job that becomes eligible now starts."""
         delay = self.queue.delay(job.number, job.attempt, at)
-        aged = self.settings.accrue * (at - job.submitted_at) if job.order.after is not None else 0.0
+        chained = job.order.after is not None and job.attempt == 0
+        aged = self.settings.accrue * (at - job.submitted_at) if chained else 0.0
         return max(0.0, delay - aged)
 
     def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:

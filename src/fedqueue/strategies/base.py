@@ -320,6 +320,8 @@ class Strategy:
         if facility is None or facility.status == status:
             return
         facility.status = status
+        for job in facility.jobs.values():
+            job.out_of_reach |= status == "left"
         self.lost(facility)
         self._stop_if_nobody_is_left()
 
@@ -439,7 +441,7 @@ class Strategy:
             facility.predictor.observe(self.now, receipt.admission_delay)
         if not job.ended:
             facility.measure(receipt.steps_done, receipt.train_seconds)
-        if job.started_at is not None:
+        if job.started_at is not None and not job.out_of_reach:
             facility.learn_overhead(self.now - job.started_at - receipt.train_seconds)
         facility.failures = facility.suspensions = 0
         facility.stretch = 1.0

@@ -27,6 +27,7 @@ class Job:
     attempt: int = 0
     started_at: float | None = None
     ended: bool = False
+    out_of_reach: bool = False  # its facility was, for a while: when we heard of it says little about when it was
 
 
 class Facility:
