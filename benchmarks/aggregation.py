@@ -1,31 +1,26 @@
 """What aggregating four updates costs, beside plain in-place adds of four ready deltas.
 
-    python benchmarks/aggregation.py [--values 100e6] [--repeats 5] [--json PATH]
-
-Measured in one run on one torch thread: CPU seconds (the median over the repeats, the ways taking turns) and
-the peak of resident memory beyond the inputs. Goals, with every base the current model: at most 1.3 times the
-CPU seconds of the plain adds, and at most 0.5 GiB for 100 million values (the result itself is 0.37 GiB).
+Measured in one run on one torch thread: CPU seconds (the median over the repeats, the ways taking turns) and the
+peak of resident memory beyond the inputs. The result itself is 0.37 GiB for 100 million values.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import datetime
 import gc
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.figure import Figure
 from fedqueue.aggregate import Contribution, StateDict, aggregate
 
+VALUES = 100_000_000
+REPEATS = 5
 UPDATES = 4
 TENSORS = 100
 GIB = 1 << 30
@@ -79,13 +74,6 @@ def peak_gib(work: Callable[[], StateDict]) -> float:
     return (resident_bytes("VmHWM") - before) / GIB
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def run(values: int, repeats: int) -> list[Row]:
     current = make_model(values, 0)
     trained = [make_model(values, 1 + i) for i in range(UPDATES)]
@@ -110,31 +98,14 @@ def run(values: int, repeats: int) -> list[Row]:
     return [Row(way, medians[way], medians[way] / plain, peaks[way]) for way in ways]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What aggregating four updates costs.")
-    parser.add_argument("--values", type=float, default=100e6, help="float32 values in the model")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    arguments = parser.parse_args()
+def measure() -> list[Figure]:
     torch.set_num_threads(1)
-    rows = run(int(arguments.values), arguments.repeats)
-    print(f"{UPDATES} updates x {arguments.values:,.0f} float32 in {TENSORS} tensors, one thread")
-    print(f"{'way':<34}{'CPU s':>9}{'x plain':>9}{'peak GiB':>10}")
-    for row in rows:
-        print(f"{row.way:<34}{row.cpu_seconds:>9.3f}{row.ratio:>9.2f}{row.peak_gib:>10.3f}")
-    if arguments.json:
-        facts = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "cpu": cpu_model(),
-            "values": int(arguments.values),
-            "updates": UPDATES,
-            "repeats": arguments.repeats,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    rows = {row.way: row for row in run(VALUES, REPEATS)}
+    fresh, stale = rows["add_deltas, base is current"], rows["add_deltas, four distinct bases"]
+    size = f"{UPDATES} x {VALUES / 1e6:.0f} M float32"
+    return [
+        Figure(f"aggregate {size}: CPU seconds over plain in-place adds", fresh.ratio, "x", "at most 1.3"),
+        Figure(f"aggregate {size}: memory beyond the inputs", fresh.peak_gib, "GiB", "at most 0.5"),
+        Figure(f"aggregate {size}: CPU seconds", fresh.cpu_seconds, "s"),
+        Figure(f"aggregate {size} from four different bases: over plain in-place adds", stale.ratio, "x"),
+    ]

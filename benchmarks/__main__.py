@@ -1,0 +1,35 @@
+"""Measure everything, print a table, and with --json write the figures down.
+
+Ratios are taken within this one run. A goal that is missed is marked, and makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import aggregation, simulator
+from fedqueue.machine import provenance
+from fedqueue.runs import write_json
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
+    args = parser.parse_args()
+    figures = []
+    for part in (simulator, aggregation):
+        for figure in part.measure():
+            figures.append(figure)
+            mark = {True: "ok", False: "MISSED", None: ""}[figure.met]
+            shown = f"{figure.value:,.0f}" if figure.value >= 1000 else f"{figure.value:.3g}"
+            print(f"{figure.what:<78}{shown:>9} {figure.unit:<6}{figure.goal:<17}{mark}", flush=True)
+    if args.json:
+        rows = [{**asdict(f), "met": f.met} for f in figures]
+        write_json(args.json, {**provenance(["make", "benchmark"]), "figures": rows})
+    return 1 if any(f.met is False for f in figures) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
