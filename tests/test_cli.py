@@ -138,7 +138,7 @@ def test_compare_shows_means_and_paired_differences_to_a_person(in_tmp: Path, ca
     assert main(["compare", "digits.toml", "--strategies", "fedqueue,fedavg,jit", "--seeds", "2"]) == 0
     out = capsys.readouterr().out
     assert "mean ± sd over 2 seeds" in out
-    assert "than fedqueue, same seeds" in out
+    assert "than fedqueue, seed by seed" in out
     assert Path("runs/small-compare/comparison.png").exists()
     kept = json.loads(Path("runs/small-compare/comparison.json").read_text())
     assert set(kept) == {"command", "date", "machine", "runs"}

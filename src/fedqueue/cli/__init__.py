@@ -10,6 +10,7 @@ import argparse
 import os
 import sqlite3
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -28,6 +29,14 @@ first steps:
 """
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps paragraphs to the terminal, and leaves indented ones as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"fedqueue: error: {message}; `{self.prog} --help` explains", file=sys.stderr)
@@ -39,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="fedqueue",
         description="Federated learning across supercomputers, where every participant waits in a batch queue.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"fedqueue {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -49,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
             name,
             help=command.HELP,
             description=command.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)

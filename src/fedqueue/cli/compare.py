@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedqueue.cli import common, terminal
-from fedqueue.comparison import Estimate, estimates, paired
+from fedqueue.cli.figures import show
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
-from fedqueue.metrics import target_key
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
 from fedqueue.strategies import STRATEGIES
@@ -97,48 +96,6 @@ def plot(folder: Path, strategies: Sequence[str], seeds: Sequence[int], config: 
     return comparison_plot(curves, folder / "comparison.png", targets=config.run.targets, title=title)
 
 
-def show(runs: Mapping[str, Sequence[dict[str, Any]]], config: Config, folder: Path) -> None:
-    """The tables that a person reads."""
-    names = list(runs)
-    count = len(runs[names[0]])
-    targets = [target_key(target) for target in config.run.targets]
-    trained = any(s["score"]["max"] is not None for summaries in runs.values() for s in summaries)
-    figures = [("best score %", "score.max", 100.0, 1)] if trained else []
-    figures += [(f"s to {float(t):.3g}", f"time_to.{t}", 1.0, 1) for t in targets] if trained else []
-    figures += [
-        ("late %", "late_probability", 100.0, 1),
-        ("missed cutoff %", "missed_cutoff", 100.0, 1),
-        ("staleness", "max_staleness", 1.0, 0),
-        ("local steps", "local_steps", 1.0, 0),
-        ("node s", "node_seconds", 1.0, 0),
-        ("transfers", "model_transfers", 1.0, 0),
-    ]
-    columns = {title: estimates(runs, key) for title, key, _, _ in figures}
-    rows = [[name, *(_cell(columns[t][name], scale, n, count) for t, _, scale, n in figures)] for name in names]
-    last = f"time_to.{targets[-1]}" if trained and targets else None
-    best = None
-    if last is not None:
-        reached = {n: e for n, e in estimates(runs, last).items() if e.count == count and e.mean is not None}
-        best = names.index(min(reached, key=lambda n: reached[n].mean or 0.0)) if reached else None
-    spread = f", mean ± sd over {count} seeds; (n) where only n reached it" if count > 1 else ""
-    terminal.show(
-        terminal.table(f"{config.run.name}{spread}", ("strategy", *(title for title, *_ in figures)), rows, best=best)
-    )
-    if last is not None and count > 1 and len(names) > 1:
-        _show_paired(runs, names, targets)
-    print(f"run folders and comparison.json: {folder}")
-
-
-def _show_paired(runs: Mapping[str, Sequence[dict[str, Any]]], names: list[str], targets: list[str]) -> None:
-    against = names[0]
-    rows = []
-    differences = {t: paired(runs, f"time_to.{t}", against) for t in targets}
-    for name in names[1:]:
-        rows.append([name, *(_interval(differences[t][name]) for t in targets)])
-    title = f"seconds more (+) or fewer (-) than {against}, same seeds: mean, 95 % interval, pairs"
-    terminal.show(terminal.table(title, ("strategy", *(f"to {float(t):.3g}" for t in targets)), rows))
-
-
 def _run_all(jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:
     if processes == 1:
         yield from map(_run_one, jobs)
@@ -180,23 +137,3 @@ def _progress(summaries: Iterator[dict[str, Any]], total: int, *, quiet: bool) -
 def _curve(folder: Path) -> list[tuple[float, float]]:
     with LedgerReader(folder / FILE) as ledger:
         return [(row["scored_at"], row["score"]) for row in ledger.rows("SELECT * FROM scores ORDER BY scored_at")]
-
-
-def _cell(value: Estimate, scale: float, digits: int, count: int) -> str:
-    if value.mean is None:
-        return "-"
-    if value.sd is None:
-        text = f"{value.mean * scale:,.{digits}f}"
-    else:
-        digits = digits if value.mean * scale >= 100 else 1
-        text = f"{value.mean * scale:,.{digits}f} ± {value.sd * scale:,.{digits}f}"
-    return text if value.count == count else f"{text} ({value.count})"
-
-
-def _interval(value: Estimate) -> str:
-    if value.mean is None:
-        return "-"
-    if value.half_width is None:
-        return f"{value.mean:+.1f} (1)"
-    low, high = value.mean - value.half_width, value.mean + value.half_width
-    return f"{value.mean:+.1f} [{low:+.1f}, {high:+.1f}] ({value.count})"

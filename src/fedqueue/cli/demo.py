@@ -10,6 +10,7 @@ import time
 from importlib import resources
 
 from fedqueue.cli import common, compare, terminal
+from fedqueue.cli.figures import show
 from fedqueue.machine import invoked, provenance
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
@@ -31,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
         configs = {name: common.load_run(path, (), strategy=name) for name in strategies}
     config = next(iter(configs.values()))
     print(
-        f"{len(config.facility)} facilities wait in their own queues; "
-        f"{len(strategies)} strategies meet the same delays, data and first model"
+        f"{len(config.facility)} facilities in their own queues; "
+        f"{len(strategies)} strategies with the same delays, data and first model"
     )
     runs = {}
     with new_folder(args.out, "demo") as folder:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
         picture = compare.plot(folder, strategies, [config.run.seed], config)
         page = write_report(list(homes.values()), folder / "report.html")
-    compare.show(runs, config, folder)
+    show(runs, config, folder)
     print(f"plot:   {picture}")
     print(f"report: {page}  (open it in a browser)")
     print(f"done in {time.perf_counter() - began:.0f} s. Next:")

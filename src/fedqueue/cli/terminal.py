@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich import box
@@ -104,7 +104,7 @@ def following(label: str, config: Config, *, quiet: bool = False) -> Iterator[Li
         yield _throttled(watch, PLAIN_SECONDS, lambda: print(f"{label}  {watch.line()}", file=sys.stderr, flush=True))
 
 
-def _throttled(watch: _Watch, every: float, say: object) -> Listener:
+def _throttled(watch: _Watch, every: float, say: Callable[[], None]) -> Listener:
     last = time.monotonic()
 
     def listener(event: Event, commands: Sequence[Command]) -> None:
@@ -112,6 +112,6 @@ def _throttled(watch: _Watch, every: float, say: object) -> Listener:
         watch(event, commands)
         if time.monotonic() - last >= every:
             last = time.monotonic()
-            say()  # type: ignore[operator]
+            say()
 
     return listener
