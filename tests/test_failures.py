@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 
-from fedqueue.messages import JobFailed, ModelReady, PostWork, Record, StopRun, SubmitJob, SubmitRefused
+from fedqueue.messages import (
+    Aggregate,
+    JobFailed,
+    ModelReady,
+    ModelScored,
+    PostWork,
+    Record,
+    StopRun,
+    SubmitJob,
+    SubmitRefused,
+)
 from fedqueue.sim.runner import simulate
+from fedqueue.training.settings import TaskSettings
 from tests.conftest import STRATEGY_NAMES, commands_of, config_of, facility, trace_of
 
 FAULTS: dict[str, list[dict[str, Any]]] = {
@@ -143,3 +156,18 @@ def test_nodes_held_out_of_reach_count_by_the_jobs_own_clock() -> None:
     away = simulate(config_of("fedasync", facilities=sites, options={"steps": 20}, rounds=1, faults=outage))
     assert away["virtual_seconds"] > 60
     assert away["node_seconds"] == pytest.approx(calm["node_seconds"]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_update_that_is_not_finite_is_rejected_and_the_run_goes_on(strategy: str) -> None:
+    """Real training: NaN is written into the tensors of some updates, and the driver finds it."""
+    tree = config_of(strategy, rounds=5, learning_rate=0.003, faults=[{"kind": "corrupt", "jobs": [0, 2]}])
+    trace = trace_of(dataclasses.replace(tree, task=TaskSettings(name="digits", train_samples=400)))
+    rejected = [r.facts for r in commands_of(trace, Record) if r.kind == "fate" and r.facts["fate"] == "rejected"]
+    assert rejected
+    assert all("not finite" in str(facts["reason"]) for facts in rejected)
+    aggregated = {(s.job_id, s.attempt) for c in commands_of(trace, Aggregate) for s in c.weights}
+    assert not aggregated & {(facts["job"], facts["attempt"]) for facts in rejected}
+    scores = [e.metrics["score"] for e, _ in trace if isinstance(e, ModelScored)]
+    assert len(scores) == 5
+    assert all(math.isfinite(score) for score in scores)

@@ -36,6 +36,7 @@ from fedqueue.messages import (
 )
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.strategies import STRATEGIES
+from fedqueue.wire import body
 from tests.conftest import STRATEGY_NAMES, Trace, config_of, facility, trace_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -138,7 +139,7 @@ def assignment(work: Assignment) -> str:
 
 
 def happened(event: Event) -> str:
-    details = messages.body(event)
+    details = body(event)
     details.pop("at")
     match event:
         case UpdateArrived(receipt=r):

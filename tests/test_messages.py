@@ -7,7 +7,6 @@ import json
 import pytest
 
 from fedqueue.errors import ProtocolError
-from fedqueue.ledger import encode
 from fedqueue.messages import (
     Assignment,
     Command,
@@ -20,9 +19,9 @@ from fedqueue.messages import (
     TimerFired,
     facility_of,
     job_id,
-    parse,
     sequence_of,
 )
+from fedqueue.wire import encode, parse
 from tests.conftest import STRATEGY_NAMES, config_of, trace_of
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue.errors import RunFolderError, StorageError
-from fedqueue.messages import Command, Event, body, parse
+from fedqueue.messages import Command, Event
 from fedqueue.schema import SCHEMA
+from fedqueue.wire import encode, encode_value, parse
 
 FILE: Final = "ledger.sqlite"
 FORMAT: Final = 1
 BATCH: Final = 4096  # events a transaction, when the run can simply be made again
-
-_encode = json.JSONEncoder(default=body, separators=(",", ":"), allow_nan=False).encode
 
 
 class Ledger:
@@ -45,7 +44,7 @@ class Ledger:
                 self._db.execute("PRAGMA synchronous = OFF")
             self._db.executescript(SCHEMA)
             facts = {"format": FORMAT, **meta}
-            self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, _encode(v)) for k, v in facts.items()])
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, encode_value(v)) for k, v in facts.items()])
         except sqlite3.Error as error:
             self._db.close()
             raise _storage_error(path, error) from None
@@ -53,9 +52,9 @@ class Ledger:
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         seq = self._seq
         self._seq = seq + 1
-        self._events.append((seq, event.at, type(event).__name__, _job_of(event), _encode(body(event))))
+        self._events.append((seq, event.at, type(event).__name__, _job_of(event), encode(event)))
         for place, command in enumerate(commands):
-            self._commands.append((seq, place, type(command).__name__, _job_of(command), _encode(body(command))))
+            self._commands.append((seq, place, type(command).__name__, _job_of(command), encode(command)))
         if self._durable or len(self._events) >= BATCH:
             self.flush()
 
@@ -74,7 +73,7 @@ class Ledger:
     def note(self, key: str, value: Any) -> None:
         """Put a fact about the run beside its config."""
         try:
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _encode(value)))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, encode_value(value)))
         except sqlite3.Error as error:
             raise _storage_error(self._path, error) from None
 
@@ -141,11 +140,6 @@ class LedgerReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def encode(message: Event | Command) -> str:
-    """A message as the ledger holds it."""
-    return _encode(body(message))
 
 
 def _job_of(message: Any) -> str | None:

@@ -9,11 +9,10 @@ All are frozen, keyword-only and checked when made, so that nothing inside has t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Final, Literal, TypeVar, dataclass_transform
+from typing import Final, Literal, TypeVar, dataclass_transform
 
 from fedqueue.errors import ProtocolError
 
@@ -418,44 +417,3 @@ class StopRun:
 
 
 Command = SubmitJob | AssignWork | PostWork | CancelJob | SetTimer | Aggregate | Record | StopRun
-
-
-# To and from JSON ---------------------------------------------------------------------------------------
-
-_KINDS: Final[dict[str, type]] = {cls.__name__: cls for cls in (*Event.__args__, *Command.__args__)}
-_FIELDS: Final[dict[type, tuple[str, ...]]] = {
-    cls: tuple(f.name for f in dataclasses.fields(cls))
-    for cls in (*_KINDS.values(), Order, Assignment, Standing, Receipt, Share)
-}
-_PARTS: Final[dict[str, type]] = {
-    "order": Order,
-    "assignment": Assignment,
-    "bound": Assignment,
-    "standing": Standing,
-    "receipt": Receipt,
-}
-
-
-def body(part: object) -> dict[str, Any]:
-    """The fields of a message or of a part of one: what JSON calls when it meets our types."""
-    return {name: getattr(part, name) for name in _FIELDS[type(part)]}
-
-
-def parse(kind: str, fields: Mapping[str, Any]) -> Event | Command:
-    """The message of this kind with these JSON fields.
-
-    >>> parse("TimerFired", {"at": 10.0, "key": "cutoff/0"})
-    TimerFired(at=10.0, key='cutoff/0')
-    """
-    if kind not in _KINDS:
-        raise ProtocolError(f"unknown message kind {kind!r}")
-    values = dict(fields)
-    for name, part in _PARTS.items():
-        if values.get(name) is not None:
-            values[name] = part(**values[name])
-    if "weights" in values:
-        values["weights"] = tuple(Share(**share) for share in values["weights"])
-    if "quantiles" in values:
-        values["quantiles"] = tuple((float(p), float(q)) for p, q in values["quantiles"])
-    made: Event | Command = _KINDS[kind](**values)
-    return made

@@ -14,9 +14,10 @@ from typing import Any, Final
 from fedqueue import __version__
 from fedqueue.config import Config, import_modules
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
-from fedqueue.ledger import FILE, LedgerReader, encode
+from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.plan import FacilityProfile, FailurePolicy, Plan
 from fedqueue.strategies import STRATEGIES, Strategy
+from fedqueue.wire import encode
 
 SUMMARY: Final = "summary.json"
 

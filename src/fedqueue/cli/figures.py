@@ -49,7 +49,7 @@ def _table(title: str, runs: Runs, columns: Sequence[Column], count: int, best: 
     values = {key: estimates(runs, key) for _, key, _, _ in columns}
     rows = [[name, *(_cell(values[key][name], scale, n, count) for _, key, scale, n in columns)] for name in runs]
     heads = ("strategy", *(head for head, *_ in columns))
-    terminal.show(terminal.table(title, heads, rows, best=None if best is None else list(runs).index(best)))
+    terminal.show_table(title, heads, rows, best=None if best is None else list(runs).index(best))
 
 
 def _first_at(runs: Runs, key: str, count: int) -> str | None:
@@ -63,7 +63,7 @@ def _show_paired(runs: Runs, targets: Sequence[str], count: int) -> None:
     differences = [paired(runs, f"time_to.{t}", against) for t in targets]
     rows = [[name, *(_interval(of_target[name], count) for of_target in differences)] for name in others]
     title = f"seconds more (+) or fewer (-) than {against}, seed by seed: mean, 95 % interval"
-    terminal.show(terminal.table(title, ("strategy", *(f"to {float(t):.3g}" for t in targets)), rows))
+    terminal.show_table(title, ("strategy", *(f"to {float(t):.3g}" for t in targets)), rows)
 
 
 def _cell(value: Estimate, scale: float, digits: int, count: int) -> str:

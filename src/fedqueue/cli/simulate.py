@@ -64,6 +64,6 @@ def _show(config: Config, summary: dict[str, Any], folder: Path) -> None:
         ("wall seconds", terminal.seconds(summary["wall_seconds"])),
     ]
     title = f"{config.run.name}: {summary['strategy']}, seed {summary['seed']}"
-    terminal.show(terminal.table(title, ("figure", "value"), rows))
+    terminal.show_table(title, ("figure", "value"), rows)
     print(f"run folder: {folder}")
     print(f"look at it: fedqueue report {folder}")

@@ -26,24 +26,22 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, best: int | None = None) -> Table:
-    """First column left, figures right; row `best` stands out."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, best: int | None = None) -> None:
+    """A table on standard output: first column left, figures right, row `best` stands out. Without a terminal it has
+    no lines around it."""
+    out = console()
+    plain = not out.is_terminal
+    made = Table(
+        box=None if plain else box.SIMPLE_HEAD,
+        header_style="" if plain else "bold",
+        padding=(0, 2, 0, 0) if plain else (0, 1),
+        pad_edge=False,
+    )
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for i, row in enumerate(rows):
         made.add_row(*row, style="bold green" if i == best else None)
-    return made
-
-
-def show(made: Table) -> None:
-    """A table on standard output; without a terminal, without lines around it."""
-    out = console()
-    if not out.is_terminal:
-        made.box = None
-        made.title_style = ""
-        made.header_style = ""
-        made.padding = (0, 2, 0, 0)
+    out.print(title, style=None if plain else "bold")
     out.print(made)
 
 
