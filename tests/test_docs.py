@@ -29,7 +29,7 @@ from tests.test_strategies import check_invariants
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STRATEGY_PAGE = ROOT / "docs" / "writing-a-strategy.md"
-OPTIONAL = {"torch", "sklearn", "matplotlib", "safetensors"}
+OPTIONAL = {"torch", "sklearn", "matplotlib"}
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -42,7 +42,6 @@ _PACKAGES = {
     "numpy": "",
     "rich": "",
     "torch": "train",
-    "safetensors": "train",
     "scikit-learn": "train",
     "matplotlib": "plots",
 }
