@@ -28,10 +28,11 @@ class FailurePolicy:
     max_attempts: int = 3  # failures in a row before a facility is suspended
     retry_seconds: float = 1.0  # before a refused submission is tried again; doubles with each refusal in a row
     suspend_seconds: float = 60.0  # first suspension; doubles with each further one
+    max_requeues: int = 10  # of one job by its scheduler before it counts as a failure
     max_suspensions: int = 5  # after so many in a row it stays out until someone makes it join again
 
     def __post_init__(self) -> None:
-        for name, least in (("max_attempts", 1), ("max_suspensions", 0)):
+        for name, least in (("max_attempts", 1), ("max_requeues", 0), ("max_suspensions", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, found {getattr(self, name)}")
         for name in ("retry_seconds", "suspend_seconds"):

@@ -33,8 +33,8 @@ class Learning(Protocol):
     def forget(self, key: Key) -> None:
         """This update has met its fate."""
 
-    def keep(self, versions: Collection[int]) -> None:
-        """No other version will be asked for again, except by updates still held."""
+    def keep(self, ready: int, versions: Collection[int]) -> None:
+        """Of the versions before `ready` only these will be asked for again, and those of updates still held."""
 
     def score(self, version: int) -> dict[str, float] | None: ...
 
@@ -61,7 +61,7 @@ class TimingOnly:
     def forget(self, key: Key) -> None:
         self._corrupt.discard(key)
 
-    def keep(self, versions: Collection[int]) -> None:
+    def keep(self, ready: int, versions: Collection[int]) -> None:
         pass
 
     def score(self, version: int) -> dict[str, float] | None:
@@ -112,10 +112,9 @@ class RealLearning:
     def forget(self, key: Key) -> None:
         self._updates.pop(key, None)
 
-    def keep(self, versions: Collection[int]) -> None:
+    def keep(self, ready: int, versions: Collection[int]) -> None:
         held = {base for _, base in self._updates.values()}
-        newest = max(self._models)
-        for version in [v for v in self._models if v not in versions and v not in held and v != newest]:
+        for version in [v for v in self._models if v < ready and v not in versions and v not in held]:
             del self._models[version]
 
     def score(self, version: int) -> dict[str, float] | None:

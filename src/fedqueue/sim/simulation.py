@@ -313,8 +313,9 @@ class Simulation:
                 self._become_eligible(site, job)
 
     def _leave(self, site: Site, loses_jobs: bool) -> None:
-        site.away = True
-        self._tell(FacilityLeft(at=self._now, facility=site.name))
+        site.outages += 1
+        if site.outages == 1:
+            self._tell(FacilityLeft(at=self._now, facility=site.name))
         if loses_jobs:
             for job in list(site.jobs.values()):
                 site.held.append(self._failure(job, "lost in the outage", True))
@@ -323,7 +324,9 @@ class Simulation:
             site.jobs.clear()
 
     def _return(self, site: Site) -> None:
-        site.away = False
+        site.outages -= 1
+        if site.away:
+            return
         self._tell(FacilityJoined(at=self._now, facility=site.name))
         held, site.held = site.held, []
         for event in held:
@@ -334,11 +337,11 @@ class Simulation:
         metrics = self._learning.score(version)
         if metrics is not None:
             self._tell(ModelScored(at=self._now, version=version, metrics=metrics))
-        needed = {version}
+        needed: set[int] = set()
         for site in self._sites.values():
             needed.update(job.work.base_version for job in site.jobs.values() if job.work is not None)
             needed.update(standing.version for _, standing in site.staged)
-        self._learning.keep(needed)
+        self._learning.keep(version, needed)
 
     def _ring(self, key: str) -> None:
         self._tell(TimerFired(at=self._now, key=key))

@@ -59,9 +59,13 @@ class Site:
         self.true_mean_delay = true_mean(settings.queue, self.queue)
         self.speed = settings.steps_per_second / settings.slowdown
         self.jobs: dict[JobId, SimJob] = {}  # waiting, running, or with an update on the way
-        self.away = False
+        self.outages = 0  # under way; they may overlap
         self.held: list[Event] = []  # what happened here while it was out of reach
         self.staged: list[tuple[float, Standing]] = []  # (on site since, standing work), oldest first
+
+    @property
+    def away(self) -> bool:
+        return self.outages > 0
 
     def transfer_seconds(self, megabytes: float) -> float:
         rate = self.settings.megabytes_per_second

@@ -81,6 +81,7 @@ class Strategy:
     name: ClassVar[str]
     Options: ClassVar[type]
     observes_starts: ClassVar[bool] = False  # delays count when a job starts, not when its update arrives
+    has_cutoffs: ClassVar[bool] = False  # what has arrived is used at a timer, even if nothing more arrives
 
     def __init__(self, plan: Plan, options: Any) -> None:
         self.plan = plan
@@ -106,7 +107,7 @@ class Strategy:
         if self.stopped is None:
             _HANDLERS[type(event)](self, event)
         elif isinstance(event, UpdateArrived):
-            self._record_fate(event.receipt.job_id, event.receipt.attempt, "after_end")
+            self._after_end(event)
         return self._out
 
     # Hooks ----------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Strategy:
 
     def free(self) -> list[Facility]:
         """Facilities that may have work and have no job out."""
-        if self._paused:
+        if self._paused or self._ending:
             return []
         return [f for f in self.facilities.values() if f.status == "active" and not f.jobs]
 
@@ -239,7 +240,7 @@ class Strategy:
     def _run_resumed(self, event: RunResumed) -> None:
         self._paused = False
         for facility in self.free():
-            self.idle(facility, "rejoin")
+            self._offer(facility, "rejoin")
 
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
         self.resumed()
@@ -256,6 +257,7 @@ class Strategy:
             self.stop("time is up")
         else:
             self.model_ready()
+            self._stop_if_nobody_is_left()
         return None
 
     def _aggregate_failed(self, event: AggregateFailed) -> None:
@@ -292,7 +294,7 @@ class Strategy:
         elif kind == "aggregate":
             if int(rest) in self._making:
                 self._out.append(self._making[int(rest)])
-        else:
+        elif not self._ending:
             self.timer(event.key)
 
     # Events: facilities ---------------------------------------------------------------------------------
@@ -301,7 +303,11 @@ class Strategy:
         facility = self.facilities.get(event.facility)
         if facility is None:
             return self._ignore(f"facility {event.facility} is not in the plan")
+        if facility.status == "drained" and facility.away:  # a lost connection does not undo what an operator asked
+            facility.away = False
+            return None
         facility.failures = facility.suspensions = 0
+        facility.away = False
         self._rejoin(facility)
         return None
 
@@ -319,10 +325,14 @@ class Strategy:
         facility = self.facilities.get(name)
         if facility is None or facility.status == status:
             return
-        facility.status = status
-        for job in facility.jobs.values():
-            job.out_of_reach |= status == "left"
-        self.lost(facility)
+        if status == "left":
+            facility.away = True
+            for job in facility.jobs.values():
+                job.out_of_reach = True
+        if facility.status != "drained":
+            facility.status = status
+        if facility.away or not facility.jobs:  # what a drained facility has will come
+            self.lost(facility)
         self._stop_if_nobody_is_left()
 
     def _rejoin(self, facility: Facility) -> None:
@@ -339,7 +349,7 @@ class Strategy:
             until = None
         else:
             facility.status = "suspended"
-            until = self.now + policy.suspend_seconds * 2 ** (facility.suspensions - 1)
+            until = self.now + policy.suspend_seconds * 2 ** min(facility.suspensions - 1, 20)
             self.set_timer(f"rejoin/{facility.name}/{facility.suspensions}", until)
         self.record("suspended", facility=facility.name, reason=reason, until=until)
         self.lost(facility)
@@ -348,7 +358,9 @@ class Strategy:
     def _stop_if_nobody_is_left(self) -> None:
         gone = ("out", "drained")
         if all(f.status in gone and not f.jobs for f in self.facilities.values()):
-            self.stop("no facility is left")
+            to_come = self._making or (self.has_cutoffs and self._unsettled)
+            if not to_come:
+                self.stop("no facility is left")
 
     # Events: jobs ---------------------------------------------------------------------------------------
 
@@ -372,7 +384,8 @@ class Strategy:
 
     def _job_started(self, event: JobStarted) -> None:
         facility, job = self._find(event.job_id, None)
-        if facility is None or job is None or event.attempt < job.attempt:
+        repeated = job is not None and event.attempt == job.attempt and job.started_at is not None
+        if facility is None or job is None or event.attempt < job.attempt or repeated:
             return
         job.attempt = event.attempt
         job.started_at = self.now
@@ -382,18 +395,23 @@ class Strategy:
             facility.newest_steps = event.bound.steps
         if self.observes_starts:
             facility.predictor.observe(self.now, event.admission_delay)
-        if facility.status == "active":
+        if facility.status == "active" and not self._ending:
             self.started(facility, job)
 
     def _job_requeued(self, event: JobRequeued) -> None:
         _, job = self._find(event.job_id, None)
-        if job is not None and event.attempt > job.attempt:
-            job.attempt = event.attempt
-            job.started_at = None
+        if job is None or event.attempt <= job.attempt:
+            return
+        job.attempt = event.attempt
+        job.started_at = None
+        job.ended = False
+        if event.attempt > self.plan.failures.max_requeues:
+            self._out.append(CancelJob(job_id=event.job_id))
+            self._failure(event.job_id, event.attempt, f"requeued {event.attempt} times: {event.reason}", True)
 
     def _job_ended(self, event: JobEnded) -> None:
         facility, job = self._find(event.job_id, event.attempt)
-        if facility is not None and job is not None:
+        if facility is not None and job is not None and not job.ended:
             job.ended = True
             facility.measure(event.steps_done, event.train_seconds)
 
@@ -425,6 +443,8 @@ class Strategy:
             self._suspend(facility, f"{facility.failures} failures in a row, the last: {reason}", for_good=False)
         else:
             self._offer(facility, "failure")
+        if facility.status == "drained" and not facility.jobs:
+            self.lost(facility)
         self._stop_if_nobody_is_left()
         return True
 
@@ -436,6 +456,8 @@ class Strategy:
         given = job.assignment.base_version if job.assignment is not None else min(receipt.base_version, self.ready)
         if receipt.base_version != given:
             return self._reject(receipt.job_id, receipt.attempt, f"it says version {receipt.base_version}, not {given}")
+        if self._ending:
+            return self._after_end(event)
         del facility.jobs[receipt.job_id]
         if not self.observes_starts:
             facility.predictor.observe(self.now, receipt.admission_delay)
@@ -456,10 +478,18 @@ class Strategy:
         self._stop_if_nobody_is_left()
         return None
 
+    def _after_end(self, event: UpdateArrived) -> None:
+        receipt = event.receipt
+        facility, job = self._find(receipt.job_id, receipt.attempt)
+        if facility is not None and job is not None:
+            del facility.jobs[receipt.job_id]
+            self._record_fate(receipt.job_id, receipt.attempt, "after_end")
+
     # Books ----------------------------------------------------------------------------------------------
 
     def _offer(self, facility: Facility, why: Why) -> None:
-        if self.stopped is None and not self._paused and facility.status == "active" and not facility.jobs:
+        waits = self._paused or self._ending or self.stopped is not None
+        if not waits and facility.status == "active" and not facility.jobs:
             self.idle(facility, why)
 
     def _find(self, job: JobId, attempt: int | None) -> tuple[Facility | None, Job | None]:

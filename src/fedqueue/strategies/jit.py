@@ -91,7 +91,8 @@ class Jit(RoundStrategy):
             self._post(facility)
 
     def _post(self, facility: Facility) -> None:
-        if facility.steps_per_second is None or facility.status not in ("active", "suspended"):
+        wanted = facility.status in ("active", "suspended") or facility.jobs
+        if facility.steps_per_second is None or not wanted:
             return
         standing = Standing(
             version=self.ready,

@@ -34,6 +34,7 @@ class Facility:
     """A facility as the strategy knows it."""
 
     __slots__ = (
+        "away",
         "failures",
         "issued",
         "jobs",
@@ -61,6 +62,7 @@ class Facility:
         self.predictor: Predictor = PREDICTORS[predictor](first, smoothing)
         self.issued: Forecast | None = None
         self.status: Status = "active"
+        self.away = False  # out of reach
         self.jobs: dict[JobId, Job] = {}
         self.next_sequence = 0
         self.steps_per_second = profile.steps_per_second

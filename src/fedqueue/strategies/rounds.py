@@ -45,6 +45,7 @@ class RoundStrategy(Strategy):
     """Closes a round at every cutoff. Subclasses say how facilities get work."""
 
     options: RoundOptions
+    has_cutoffs = True
 
     def __init__(self, plan: Plan, options: RoundOptions) -> None:
         super().__init__(plan, options)
