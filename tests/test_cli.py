@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,46 @@ def test_output_cut_short_by_its_reader_is_no_error(config: Path) -> None:
     assert done.stderr == ""
 
 
+def test_report_of_a_comparison_shows_its_runs(config: Path, capsys: Any) -> None:
+    assert main(["compare", str(config), "--strategies", "jit,fedavg", "--seeds", "1", "--out", "both"]) == 0
+    assert main(["report", "both"]) == 0
+    page = Path("both/report.html").read_text()
+    assert "jit-seed1" in page
+    assert "fedavg-seed1" in page
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_interrupted_run_stops_at_once_keeps_its_ledger_and_leaves_no_process(
+    command: str, sent: signal.Signals, config: Path
+) -> None:
+    more = ["--strategies", "jit,fedavg", "--seeds", "2", "--jobs", "2"] if command == "compare" else []
+    args = [sys.executable, "-m", "fedqueue", command, str(config), *more, "--out", "r", "--set", "run.rounds=9000000"]
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    ledger = Path("r/ledger.sqlite") if command == "simulate" else Path("r/jit-seed1/ledger.sqlite")
+    give_up = time.monotonic() + 60
+    while not (ledger.exists() and ledger.stat().st_size > 500_000) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "fedqueue: stopped"
+    while _group_lives(process.pid) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not _group_lives(process.pid), "a process is left"
+    if command == "simulate":
+        assert main(["replay", "r"]) == 0
+
+
 # What does not ------------------------------------------------------------------------------------------------
 
 BAD_CONFIGS = {
@@ -222,7 +264,7 @@ BAD_CONFIGS = {
         "west.queue.kind: must be one of fixed, lognormal",
     ),
     "queue without a value": (", delay = 3.0", "", "facility.west.queue.delay: is missing"),
-    "nan": ("mean = 2.0", "mean = nan", "facility.east.queue.mean must be more than 0, found nan"),
+    "nan": ("mean = 2.0", "mean = nan", "facility.east.queue.mean: must be a finite number, found nan"),
     "two of a name": ('"west"', '"east"', "facility.east: there are two facilities of this name"),
     "name that is a path": ('"west"', '"../west"', "facility.../west.name must be letters"),
     "no facility": ("[[facility]]", "[[facilitie]]", "facilitie: unknown key; did you mean facility?"),
@@ -271,6 +313,11 @@ def test_bad_config_is_one_clear_line(case: tuple[str, str, str], config: Path, 
         (["simulate", "small.toml", "--out", "taken"], "taken: exists already; nothing was changed"),
         (["compare", "small.toml", "--out", "taken"], "taken: exists already; nothing was changed"),
         (["simulate", "small.toml", "--out", "small.toml/x"], "cannot be made"),
+        (["simulate", "small.toml", "--set", "run.targets=[nan]"], "must be a finite number"),
+        (["simulate", "small.toml", "--set", "run.targets=[0.5]", "run.targets.0=0.6"], "give the whole list"),
+        (["simulate", "small.toml", "--set", "facility.*=3"], "names a whole table"),
+        (["simulate", "small.toml", "--set", "facility.*.steps_per_second=1e308"], "steps_per_second must be"),
+        (["report", "taken", "--out", "small.toml"], "exists already; nothing was changed"),
         (["fly"], "invalid choice"),
         ([], "required"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedqueue.config import SimulatorSettings
 from fedqueue.messages import (
     Aggregate,
     JobFailed,
@@ -169,3 +170,17 @@ def test_update_that_is_not_finite_is_rejected_and_the_run_goes_on(strategy: str
     scores = [e.metrics["score"] for e, _ in trace if isinstance(e, ModelScored)]
     assert len(scores) == 5
     assert all(math.isfinite(score) for score in scores)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_models_that_take_longer_than_a_round_to_make_are_waited_for(strategy: str) -> None:
+    config = config_of(strategy, seconds=60.0, learning_rate=0.003)
+    slow = dataclasses.replace(
+        config,
+        task=TaskSettings(name="digits", train_samples=200),
+        simulator=SimulatorSettings(aggregate_seconds=12.0),
+    )
+    summary = simulate(slow)
+    assert 60 <= summary["virtual_seconds"] < 100
+    assert summary["rounds"] >= 1
+    assert summary["score"]["final"] is not None

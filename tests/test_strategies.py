@@ -14,23 +14,49 @@ from fedqueue.config import Config, parse
 from fedqueue.messages import (
     Aggregate,
     AssignWork,
+    CancelJob,
     Command,
+    CoordinatorResumed,
     Event,
+    FacilityDrained,
+    FacilityJoined,
+    FacilityLeft,
+    JobEnded,
+    JobFailed,
+    JobRequeued,
     JobStarted,
+    JobSubmitted,
     ModelReady,
     PostWork,
     Record,
+    RunPaused,
+    RunResumed,
     StopRun,
     SubmitJob,
+    SubmitRefused,
     UpdateArrived,
+    UpdateRejected,
+    facility_of,
 )
 from fedqueue.sim.learning import TimingOnly
 from fedqueue.sim.queues import Queue
-from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
+from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
 from tests.conftest import STRATEGY_NAMES, Trace
 
 SHARE = st.floats(0, 0.5)
+CLOSING = (JobFailed, SubmitRefused, UpdateRejected)
+REPEATABLE = (
+    JobSubmitted,
+    SubmitRefused,
+    JobStarted,
+    JobRequeued,
+    JobEnded,
+    JobFailed,
+    UpdateArrived,
+    UpdateRejected,
+    ModelReady,
+)
 
 OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "fedqueue": st.fixed_dictionaries(
@@ -101,6 +127,13 @@ FAULT = st.one_of(
 )
 
 
+LENGTH = st.one_of(
+    st.fixed_dictionaries({"rounds": st.integers(1, 15), "seconds": st.floats(1, 400)}),
+    st.fixed_dictionaries({"rounds": st.integers(1, 15)}),
+    st.fixed_dictionaries({"seconds": st.floats(1, 400)}),
+)
+
+
 @st.composite
 def configs(draw: st.DrawFn, strategy: str, *, faults: bool = True) -> Config:
     facilities = draw(st.lists(FACILITY, min_size=2, max_size=4))
@@ -108,8 +141,7 @@ def configs(draw: st.DrawFn, strategy: str, *, faults: bool = True) -> Config:
         "run": {
             "strategy": strategy,
             "seed": draw(st.integers(0, 2**32)),
-            "rounds": draw(st.integers(1, 15)),
-            "seconds": draw(st.floats(1, 400)),
+            **draw(LENGTH),
             "warm_up": draw(st.booleans()),
         },
         "task": {"name": "timing"},
@@ -122,8 +154,11 @@ def configs(draw: st.DrawFn, strategy: str, *, faults: bool = True) -> Config:
     return parse(tree)
 
 
-def run(config: Config, bend: tuple[float, float] | None = None) -> tuple[Trace, str | None]:
-    """The trace of a run and why it stopped; `bend` (t, extra) makes jobs that would start after t start later."""
+def run(
+    config: Config, bend: tuple[float, float] | None = None, operator: Sequence[Event] = ()
+) -> tuple[Trace, str | None]:
+    """The trace of a run and why it stopped; `bend` (t, extra) makes jobs that would start after t start later, and
+    `operator` events happen besides."""
     sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
     if bend is not None:
         for site in sites:
@@ -135,7 +170,10 @@ def run(config: Config, bend: tuple[float, float] | None = None) -> tuple[Trace,
         trace.append((event, list(commands)))
         assert len(trace) < 200_000, "the run does not end"
 
-    Simulation(config, sites, TimingOnly(1.0), strategy, [listen]).run()
+    simulation = Simulation(config, sites, TimingOnly(1.0), strategy, [listen])
+    for event in operator:
+        simulation._at(event.at, JOBS, simulation._tell, event)
+    simulation.run()
     return trace, strategy.stopped
 
 
@@ -215,6 +253,64 @@ def test_nothing_before_t_depends_on_delays_after_t(
     straight, _ = run(config)
     bent, _ = run(config, bend=(moment, extra))
     assert [s for s in straight if s[0].at < moment] == [s for s in bent if s[0].at < moment]
+
+
+@st.composite
+def operators(draw: st.DrawFn) -> list[Event]:
+    """Pauses, drains, rejoins and restarts of the coordinator."""
+    events: list[Event] = []
+    for at in draw(st.lists(st.floats(0, 150), max_size=4)):
+        name = draw(st.sampled_from(["f0", "f1"]))
+        kind = draw(st.sampled_from(["pause", "drain", "join", "restart", "leave"]))
+        if kind == "pause":
+            events += [RunPaused(at=at), RunResumed(at=at + draw(st.floats(0, 20)))]
+        elif kind == "restart":
+            events.append(CoordinatorResumed(at=at, down_seconds=100.0))
+        elif kind == "leave":
+            events += [FacilityLeft(at=at, facility=name), FacilityJoined(at=at + 5.0, facility=name)]
+        else:
+            events.append((FacilityDrained if kind == "drain" else FacilityJoined)(at=at, facility=name))
+    return events
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data(), operator=operators())
+@settings(max_examples=100, deadline=None)
+def test_operators_may_do_what_they_like(strategy: str, data: st.DataObject, operator: list[Event]) -> None:
+    config = data.draw(configs(strategy))
+    trace, _ = run(config, operator=operator)
+    check_invariants(trace)
+    limit = {f.name: f.max_jobs for f in config.facility}
+    overlaps = strategy == "jit" or getattr(config.options(), "overlap", False)
+    out: dict[str, set[str]] = {name: set() for name in limit}
+    for event, commands in trace:
+        closed = getattr(event, "job_id", None) if isinstance(event, CLOSING) else None
+        if isinstance(event, UpdateArrived):
+            closed = event.receipt.job_id
+        for jobs in out.values():
+            jobs.discard(str(closed))
+        for command in commands:
+            if isinstance(command, CancelJob):
+                out[facility_of(command.job_id)].discard(command.job_id)
+            elif isinstance(command, SubmitJob):
+                out[command.order.facility].add(command.order.job_id)
+        for name, jobs in out.items():
+            assert len(jobs) <= (limit[name] if overlaps else 1), "more jobs out than allowed"
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_repeated_events_change_nothing(strategy: str, data: st.DataObject) -> None:
+    config = data.draw(configs(strategy))
+    trace, _ = run(config)
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    for event, commands in trace:
+        assert list(fresh.handle(event)) == commands
+        if isinstance(event, REPEATABLE):
+            again = fresh.handle(event)
+            assert all(isinstance(c, Record) and c.kind == "ignored" for c in again), "delivery may be at-least-once"
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)

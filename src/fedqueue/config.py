@@ -22,6 +22,8 @@ from fedqueue.settings import read
 from fedqueue.strategies import STRATEGIES
 from fedqueue.training.settings import TaskSettings
 
+MOST_STEPS = 1e9  # a second: more is a slip of the pen
+
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
@@ -148,6 +150,8 @@ class FacilitySettings:
     def __post_init__(self) -> None:
         _check_name(self.name)
         more_than(self, 0, "steps_per_second", "slowdown", "megabytes_per_second")
+        if self.steps_per_second / self.slowdown > MOST_STEPS:
+            raise ValueError(f"steps_per_second must be {MOST_STEPS:g} at most, found {self.steps_per_second:g}")
         at_least(self, 1, "nodes", "max_jobs", "queue_limit")
         at_least(self, 0, "first_delay", "startup_seconds", "latency_seconds")
         share(self, "accrue")
@@ -205,7 +209,7 @@ class Config:
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
     """Read a config file and apply changes such as "run.rounds=20" or "facility.*.queue.rho=0.5"."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `fedqueue init` writes one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -297,10 +301,14 @@ def _apply(tree: dict[str, Any], change: str) -> None:
 def _set(node: Any, path: list[str], value: Any, change: str) -> None:
     head, *rest = path
     if isinstance(node, list):
+        if not all(isinstance(n, dict) for n in node):
+            raise ConfigError(f"--set {change}: {head} is inside a list; give the whole list")
         chosen = [n for i, n in enumerate(node) if head in ("*", str(i), n.get("name"))]
-        if not chosen or not rest:
+        if not chosen:
             names = ", ".join(str(n.get("name", i)) for i, n in enumerate(node))
             raise ConfigError(f"--set {change}: {head} is none of {names} (or * for all)")
+        if not rest:
+            raise ConfigError(f"--set {change}: names a whole table; say which of its keys")
         for item in chosen:
             _set(item, rest, value, change)
     elif not isinstance(node, dict):

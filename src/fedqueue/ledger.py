@@ -81,6 +81,17 @@ class Ledger:
         self.flush()
         self._db.close()
 
+    def cut_short(self, why: str) -> None:
+        """After an interrupt, which may have come between any two steps of ours: write what is whole, and close."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        (written,) = self._db.execute("SELECT coalesce(max(seq), -1) FROM events").fetchone()
+        newest = self._seq - 1  # it may be half there
+        self._events = [row for row in self._events if written < row[0] < newest]
+        self._commands = [row for row in self._commands if written < row[0] < newest]
+        self.note("stopped", why)
+        self.close()
+
     def abandon(self) -> None:
         """Close without writing what is held: what is on the disk stays."""
         self._db.close()

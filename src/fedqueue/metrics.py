@@ -45,6 +45,7 @@ class _OpenJob:
     nodes: int
     replaces: bool
     transfers: int = 0  # models sent to its facility for it
+    cutoff: float | None = None  # that it aims at
     held_since: float | None = None
 
 
@@ -94,6 +95,7 @@ class Tally:
             elif type(command) is AssignWork:
                 self._transfers += 1  # a model travels to a facility
                 self._open[command.job_id].transfers += 1
+                self._open[command.job_id].cutoff = command.assignment.cutoff
             elif type(command) is PostWork and self._posted.get(command.facility) != command.standing.version:
                 self._posted[command.facility] = command.standing.version
                 self._transfers += 1
@@ -102,6 +104,8 @@ class Tally:
         """The figures, in the order in which `--json` prints them. Call it when the run is over."""
         known_late = [job for job in self._open.values() if self._now - job.submitted_at >= self._round_length]
         timed, late = self._timed + len(known_late), self._late + len(known_late)
+        known_missed = sum(job.cutoff is not None and job.cutoff <= self._now for job in self._open.values())
+        aimed, missed = self._aimed + known_missed, self._missed + known_missed
         return {
             "strategy": strategy,
             "seed": seed,
@@ -111,7 +115,7 @@ class Tally:
             "normalised_delay_mean": self._late_sum / self._late if self._late else None,
             "normalised_delay_max": self._delay_max,
             "max_staleness": self._max_staleness,
-            "missed_cutoff": self._missed / self._aimed if self._aimed else None,
+            "missed_cutoff": missed / aimed if aimed else None,
             "node_seconds": self._node_seconds + sum(self._held(job) for job in self._open.values()),
             "jobs": dict(self._jobs),
             "updates": dict(self._updates),
@@ -132,6 +136,8 @@ class Tally:
         job = self._open.get(event.job_id)
         if job is not None:
             job.held_since = event.at - event.lingered
+            if event.bound is not None:
+                job.cutoff = event.bound.cutoff
 
     def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed) -> None:
         job = self._open.get(event.job_id)
@@ -145,7 +151,7 @@ class Tally:
 
     def _job_failed(self, event: JobFailed) -> None:
         self._job_stopped(event)
-        self._jobs["failed"] += self._open.pop(event.job_id, None) is not None
+        self._lost(event.job_id)
 
     def _submit_refused(self, event: SubmitRefused) -> None:
         job = self._open.pop(event.job_id, None)
@@ -156,7 +162,15 @@ class Tally:
 
     def _update_rejected(self, event: UpdateRejected) -> None:
         self._transfers += 1
-        self._jobs["failed"] += self._open.pop(event.job_id, None) is not None
+        self._lost(event.job_id)
+
+    def _lost(self, job_id: JobId) -> None:
+        """It failed: no update of it will meet any cutoff."""
+        job = self._open.pop(job_id, None)
+        if job is not None:
+            self._jobs["failed"] += 1
+            self._aimed += job.cutoff is not None
+            self._missed += job.cutoff is not None
 
     def _update_arrived(self, event: UpdateArrived) -> None:
         self._transfers += 1  # a model travels back

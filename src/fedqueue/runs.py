@@ -116,4 +116,6 @@ def replay(folder: Path) -> int:
                     f"replaying (build {__version__}) gives {' '.join(now)}"
                 )
             number += 1
+    if number == 0:
+        raise RunFolderError(f"{folder}: its ledger has no event; the run was cut off before anything was written")
     return number

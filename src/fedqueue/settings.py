@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedqueue.errors import ConfigError
@@ -75,7 +76,9 @@ def _value(hint: Any, given: Any, where: str) -> Any:
 
 def _plain(kind: Any, given: Any, where: str) -> Any:
     if kind is float and type(given) is int:
-        return float(given)
+        given = float(given)
+    if kind is float and type(given) is float and not isfinite(given):
+        raise ConfigError(f"{where}: must be a finite number, found {given}")
     if type(given) is kind:
         return given
     raise ConfigError(f"{where}: must be {_NAMES[kind]}, found {given!r}")

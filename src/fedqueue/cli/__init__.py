@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sqlite3
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
 from fedqueue import __version__
 from fedqueue.cli import compare, demo, doctor, init, journal, replay, report, simulate
-from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.errors import FedQueueError, ProtocolError, StorageError
 
 _COMMANDS = (demo, init, simulate, compare, report, replay, journal, doctor)
 
@@ -67,7 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    for name in ("stdout", "stderr"):  # closed by whoever started us
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     args = make_parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # asked to end: the same as Ctrl-C
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -79,11 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, sqlite3.Error) as error:
-        print(f"fedqueue: error: {error}; nothing else was changed", file=sys.stderr)
+        print(f"fedqueue: error: {error}", file=sys.stderr)
         return StorageError.exit_code
     except KeyboardInterrupt:
         print("fedqueue: stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        if os.environ.get("FEDQUEUE_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"fedqueue: error: ours: {what}; please report it, with FEDQUEUE_TRACEBACK=1 set", file=sys.stderr)
+        return ProtocolError.exit_code
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

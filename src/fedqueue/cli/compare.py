@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedqueue.cli import common, terminal
 from fedqueue.cli.figures import show
 from fedqueue.config import Config
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, TaskError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
 from fedqueue.runs import new_folder, write_json
@@ -101,14 +103,23 @@ def _run_all(jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:
         yield from map(_run_one, jobs)
         return
     # A fresh process each: nothing of a parent's torch state is inherited.
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_leave_interrupts_to_the_parent) as pool:
         waiting = [pool.submit(_run_one, job) for job in jobs]
         try:
             for done in as_completed(waiting):
                 yield done.result()
-        except BaseException:
+        except BrokenProcessPool:
+            raise TaskError("a worker process was killed, perhaps for want of memory; try fewer --jobs") from None
+        except BaseException:  # an error in a run, or Ctrl-C: the others need not go on
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run_one(job: Job) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 from bisect import bisect_left
-from math import exp, log, sqrt
+from math import exp, isfinite, log, sqrt
 from pathlib import Path
 from typing import IO, Literal, Protocol
 from zlib import crc32
@@ -148,7 +148,10 @@ def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]
                 raise DataError(f"{path}: column {missing[0]} is missing; a trace needs {', '.join(needed)}")
             for row in reader:
                 if low <= float(row["procs"]) <= high and float(row["requested_s"]) <= most:
-                    rows.append((float(row["submit_s"]), float(row["wait_s"])))
+                    submit, wait = float(row["submit_s"]), float(row["wait_s"])
+                    if not (isfinite(submit) and isfinite(wait) and wait >= 0):
+                        raise ValueError(f"line {reader.line_num}: submit_s {submit:g}, wait_s {wait:g}")
+                    rows.append((submit, wait))
     except (ValueError, TypeError, gzip.BadGzipFile, EOFError, OSError) as error:
         raise DataError(f"{path}: cannot be read as a trace: {error}") from None
     if not rows:

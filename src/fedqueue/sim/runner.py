@@ -54,6 +54,10 @@ def simulate(config: Config, *, folder: Path | None = None, listeners: Sequence[
         if ledger is not None:
             ledger.abandon()
         raise
+    except KeyboardInterrupt:  # what has happened so far is worth keeping
+        if ledger is not None:
+            ledger.cut_short("interrupted")
+        raise
     return summary
 
 

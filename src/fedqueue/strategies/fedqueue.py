@@ -52,7 +52,7 @@ class FedQueue(RoundStrategy):
 
     def idle(self, facility: Facility, why: Why) -> None:
         # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
-        if why in ("failure", "rejoin") and self._budget(facility) > self.options.min_train_budget:
+        if why in ("failure", "rejoin") and self._budget(facility, self.next_cutoff) > self.options.min_train_budget:
             self._dispatch([facility])
 
     def arrived(self, facility: Facility, update: Update) -> None:
@@ -61,7 +61,8 @@ class FedQueue(RoundStrategy):
             self.close_early()
 
     def _dispatch(self, facilities: Sequence[Facility]) -> None:
-        budgets = {f.name: self._budget(f) for f in facilities}  # J
+        cutoffs = {f.name: self._aim(f) for f in facilities}
+        budgets = {f.name: self._budget(f, cutoffs[f.name]) for f in facilities}  # J
         steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
         in_flight = (f.newest_steps for f in self.facilities.values() if f.newest_steps and f.name not in steps)
         least_steps = min([*steps.values(), *in_flight], default=1)  # E_min
@@ -73,7 +74,7 @@ class FedQueue(RoundStrategy):
                     self.plan.learning_rate, steps[facility.name], least_steps, self.options.lr_scaling
                 ),
                 train_budget=self._seconds(facility, steps[facility.name], budgets[facility.name]),
-                cutoff=self.next_cutoff,
+                cutoff=cutoffs[facility.name],
             )
             self.submit(
                 facility,
@@ -83,9 +84,14 @@ class FedQueue(RoundStrategy):
                 expected_delay=self.forecast(facility).mean,
             )
 
-    def _budget(self, facility: Facility) -> float:
+    def _aim(self, facility: Facility) -> float:
+        """The next cutoff; the one after it, if the model came so late that nothing would be done by the next."""
+        late = self.now > self.last_cutoff and self._budget(facility, self.next_cutoff) <= self.options.min_train_budget
+        return self.next_cutoff + (self.round_length if late else 0.0)
+
+    def _budget(self, facility: Facility, cutoff: float) -> float:
         return train_budget(
-            self.next_cutoff - self.now,
+            cutoff - self.now,
             self.forecast(facility).mean,
             self.options.margin,
             self.options.min_train_budget,
