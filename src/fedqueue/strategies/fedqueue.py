@@ -52,8 +52,10 @@ class FedQueue(RoundStrategy):
 
     def idle(self, facility: Facility, why: Why) -> None:
         # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
-        if why in ("failure", "rejoin") and self._budget(facility, self.next_cutoff) > self.options.min_train_budget:
-            self._dispatch([facility])
+        if why in ("failure", "rejoin"):
+            budget = self._budget(self.forecast(facility).mean, self.next_cutoff)
+            if budget > self.options.min_train_budget:
+                self._dispatch([facility])
 
     def arrived(self, facility: Facility, update: Update) -> None:
         super().arrived(facility, update)
@@ -61,8 +63,9 @@ class FedQueue(RoundStrategy):
             self.close_early()
 
     def _dispatch(self, facilities: Sequence[Facility]) -> None:
-        cutoffs = {f.name: self._aim(f) for f in facilities}
-        budgets = {f.name: self._budget(f, cutoffs[f.name]) for f in facilities}  # J
+        expected = {f.name: self.forecast(f).mean for f in facilities}  # q-hat
+        cutoffs = {name: self._aim(delay) for name, delay in expected.items()}
+        budgets = {name: self._budget(delay, cutoffs[name]) for name, delay in expected.items()}  # J
         steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
         in_flight = (f.newest_steps for f in self.facilities.values() if f.newest_steps and f.name not in steps)
         least_steps = min([*steps.values(), *in_flight], default=1)  # E_min
@@ -81,18 +84,20 @@ class FedQueue(RoundStrategy):
                 work,
                 round=self.round,
                 at_most=work.train_budget,
-                expected_delay=self.forecast(facility).mean,
+                expected_delay=expected[facility.name],
             )
 
-    def _aim(self, facility: Facility) -> float:
+    def _aim(self, expected_delay: float) -> float:
         """The next cutoff; the one after it, if the model came so late that nothing would be done by the next."""
-        late = self.now > self.last_cutoff and self._budget(facility, self.next_cutoff) <= self.options.min_train_budget
-        return self.next_cutoff + (self.round_length if late else 0.0)
+        late = self.now > self.last_cutoff  # the round began a while ago
+        if late and self._budget(expected_delay, self.next_cutoff) <= self.options.min_train_budget:
+            return self.next_cutoff + self.round_length
+        return self.next_cutoff
 
-    def _budget(self, facility: Facility, cutoff: float) -> float:
+    def _budget(self, expected_delay: float, cutoff: float) -> float:
         return train_budget(
             cutoff - self.now,
-            self.forecast(facility).mean,
+            expected_delay,
             self.options.margin,
             self.options.min_train_budget,
         )
