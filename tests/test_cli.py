@@ -198,6 +198,12 @@ def test_report_of_a_comparison_shows_its_runs(config: Path, capsys: Any) -> Non
     assert "fedavg-seed1" in page
 
 
+def test_command_whose_output_is_closed_still_runs(config: Path) -> None:
+    command = f"{sys.executable} -m fedqueue simulate small.toml --no-plots --out r >&- 2>&-"
+    subprocess.run(["bash", "-c", command], check=True)
+    assert Path("r/summary.json").exists()
+
+
 def _group_lives(group: int) -> bool:
     try:
         os.killpg(group, 0)

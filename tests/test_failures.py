@@ -19,8 +19,12 @@ from fedqueue.messages import (
     StopRun,
     SubmitJob,
     SubmitRefused,
+    UpdateArrived,
 )
+from fedqueue.plan import FailurePolicy
 from fedqueue.sim.runner import simulate
+from fedqueue.sim.simulation import make_plan, make_strategy
+from fedqueue.sim.site import Site
 from fedqueue.training.settings import TaskSettings
 from tests.conftest import STRATEGY_NAMES, commands_of, config_of, facility, trace_of
 
@@ -184,3 +188,23 @@ def test_models_that_take_longer_than_a_round_to_make_are_waited_for(strategy: s
     assert 60 <= summary["virtual_seconds"] < 100
     assert summary["rounds"] >= 1
     assert summary["score"]["final"] is not None
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_update_delivered_again_after_the_end_has_no_second_fate(strategy: str) -> None:
+    config = config_of(strategy, rounds=4)
+    trace = trace_of(config)
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    for event, _ in trace:
+        fresh.handle(event)
+    assert fresh.stopped
+    for event, _ in trace:
+        if isinstance(event, UpdateArrived):
+            assert not fresh.handle(dataclasses.replace(event, at=trace[-1][0].at))
+
+
+def test_suspension_stays_finite_however_often_it_is_repeated() -> None:
+    config = config_of("fedavg", rounds=8, seconds=1e12, faults=[{"kind": "fail", "probability": 1.0}])
+    patient = dataclasses.replace(config, failures=FailurePolicy(max_suspensions=5000))
+    assert simulate(patient)["rounds"] == 0

@@ -143,9 +143,14 @@ class Strategy:
 
     # What strategies say --------------------------------------------------------------------------------
 
+    @property
+    def holding(self) -> bool:
+        """No new order is given now: the run is paused, about to end, or over."""
+        return self._paused or self._ending or self.stopped is not None
+
     def free(self) -> list[Facility]:
         """Facilities that may have work and have no job out."""
-        if self._paused or self._ending:
+        if self.holding:
             return []
         return [f for f in self.facilities.values() if f.status == "active" and not f.jobs]
 
@@ -488,8 +493,7 @@ class Strategy:
     # Books ----------------------------------------------------------------------------------------------
 
     def _offer(self, facility: Facility, why: Why) -> None:
-        waits = self._paused or self._ending or self.stopped is not None
-        if not waits and facility.status == "active" and not facility.jobs:
+        if not self.holding and facility.status == "active" and not facility.jobs:
             self.idle(facility, why)
 
     def _find(self, job: JobId, attempt: int | None) -> tuple[Facility | None, Job | None]:

@@ -115,4 +115,4 @@ class FedQueue(RoundStrategy):
 
     def _overlapping(self) -> list[Facility]:
         out = [f for f in self.facilities.values() if f.status == "active" and len(f.jobs) < f.profile.max_jobs]
-        return [] if self._paused else out
+        return [] if self.holding else out

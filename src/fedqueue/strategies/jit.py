@@ -68,7 +68,7 @@ class Jit(RoundStrategy):
     def _follow(self, facility: Facility, job: Job) -> None:
         """Submit the job after this one, if it runs and is the only one out."""
         running_alone = job.started_at is not None and len(facility.jobs) == 1 and facility.profile.max_jobs > 1
-        if self._paused or not running_alone or facility.steps_per_second is None:
+        if self.holding or not running_alone or facility.steps_per_second is None:
             return
         if self.options.pipeline == "chain":
             self._submit(facility, after=job.order.job_id)
