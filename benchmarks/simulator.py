@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -78,7 +78,16 @@ class _Timed:
     def data_sizes(self) -> tuple[int, ...]:
         return self._task.data_sizes()
 
-    def train(self, *, facility: int, model: StateDict, steps: int, learning_rate: float, key: int) -> Trained:
+    def train(
+        self,
+        *,
+        facility: int,
+        model: StateDict,
+        steps: int,
+        learning_rate: float,
+        key: int,
+        during: Iterable[object] | None = None,
+    ) -> Trained:
         self.asked.append((facility, steps, learning_rate))
         began = time.perf_counter()
         done = self._task.train(facility=facility, model=model, steps=steps, learning_rate=learning_rate, key=key)

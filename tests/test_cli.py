@@ -165,6 +165,10 @@ def test_demo_runs_all_strategies_and_says_what_to_try_next(in_tmp: Path, capsys
     assert min(runs[0]["score"]["max"] for runs in kept.values()) > 0.9
     assert Path("d/comparison.png").stat().st_size > 20_000
     assert Path("d/report.html").stat().st_size > 50_000
+    assert "of digits it never saw" in out
+    assert json.loads(Path("d/real/summary.json").read_text())["rounds"] >= 4
+    assert Path("d/real/model.safetensors").exists()
+    assert main(["replay", "d/real"]) == 0
 
 
 def test_doctor_finds_this_installation_whole(in_tmp: Path, capsys: Any) -> None:

@@ -21,6 +21,7 @@ from fedqueue.cli import main
 from fedqueue.config import Config, QueueSettings, load
 from fedqueue.messages import ModelReady, Record
 from fedqueue.predict import PREDICTORS
+from fedqueue.runtime.agent_settings import AgentSettings
 from fedqueue.strategies import STRATEGIES
 from tests.conftest import STRATEGY_NAMES, commands_of, trace_of
 from tests.test_failures import FAULTS
@@ -29,7 +30,10 @@ from tests.test_strategies import check_invariants
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STRATEGY_PAGE = ROOT / "docs" / "writing-a-strategy.md"
-OPTIONAL = {"torch", "sklearn", "matplotlib"}
+OPTIONAL = {
+    *("torch", "sklearn", "matplotlib", "safetensors", "transformers", "lightning", "pytorch_lightning"),
+    *("uvicorn", "starlette", "cryptography"),
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -111,6 +115,7 @@ def sections() -> dict[str, type]:
             found[f"[[{name}]]"] = get_args(hint)[0]
         else:
             found[f"[{name}]"] = hint
+    found["[agent]"] = AgentSettings
     for kind in get_args(QueueSettings):
         found[f'queue.kind = "{get_args(get_type_hints(kind)["kind"])[0]}"'] = kind
     return found

@@ -147,8 +147,9 @@ def happened(event: Event) -> str:
         case JobStarted(bound=bound) if bound is not None:
             waited = f"after {event.admission_delay:.2f} s" + (f" + {event.lingered:.2f} s" if event.lingered else "")
             return f"JobStarted {event.job_id}#{event.attempt} {waited}, takes {assignment(bound)}"
-    if details.get("lingered") == 0:
-        del details["lingered"]
+    for quiet in ("lingered", "ago", "digest"):  # said only where they say something
+        if not details.get(quiet, True):
+            del details[quiet]
     shown = (f"{k} {round(v, 3) if isinstance(v, float) else v}" for k, v in details.items() if v is not None)
     return f"{type(event).__name__} " + ", ".join(shown)
 

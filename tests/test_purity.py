@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedqueue"
-PURE = ("messages", "plan", "errors", "budget", "admit", "weigh", "checks", "predict", "strategies")
+PURE = ("messages", "plan", "errors", "budget", "fit", "admit", "weigh", "checks", "predict", "strategies")
 FORBIDDEN = {"time", "datetime", "random", "secrets", "os", "pathlib", "io", "socket", "threading", "asyncio", "uuid"}
 FILES = sorted(
     path

@@ -69,8 +69,8 @@ def with_scores(folder: Path, scores: list[float]) -> None:
     first = db.execute("SELECT max(seq) + 1 FROM events").fetchone()[0]
     for place, ((at, body), score) in enumerate(zip(ready, scores, strict=False)):
         scored = {"at": at, "version": json.loads(body)["version"], "metrics": {"score": score, "loss": 1 - score}}
-        row = (first + place, at, "ModelScored", None, json.dumps(scored))
-        db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row)
+        row = (first + place, at, "ModelScored", None, json.dumps(scored), None)
+        db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row)
     db.commit()
     db.close()
     (folder / SUMMARY).unlink()  # the report counts it again, from the ledger

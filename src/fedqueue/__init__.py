@@ -1,3 +1,28 @@
-"""Federated learning across supercomputers, where every participant waits in a batch queue."""
+"""Federated learning across supercomputers, where every participant waits in a batch queue.
+
+A training script takes part by `with fedqueue.participate() as work:`. Jobs import this file with Python 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedqueue.training.participate import ParticipateError, participate
+
+__all__ = ["ParticipateError", "__version__", "participate"]
 
 __version__ = "0.1.0"
+
+# A job may import from a copy that is renewed meanwhile: what it imports later comes from the folder it began with.
+__path__[0] = os.path.realpath(__path__[0])
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported above: whoever needs the protocol alone does not load the worker.
+    if name in ("participate", "ParticipateError"):
+        from fedqueue.training import participate
+
+        return getattr(participate, name)
+    raise AttributeError(f"module 'fedqueue' has no attribute {name!r}")

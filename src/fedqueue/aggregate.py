@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
+from fedqueue.weigh import model_factors
+
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""
 
 CHUNK_VALUES = 1 << 18
 """Values summed at a time: 1 MiB of float32."""
-
-REAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,35 +66,26 @@ def misfit(update: StateDict, like: StateDict) -> str | None:
     Names, shapes and kinds of number must agree and every value must be finite. Real numbers may come in
     another precision (bfloat16 for a float32 model), since the sum is made in at least single precision.
     """
-    if missing := [name for name in like if name not in update]:
-        return f"tensor {_first(missing)} is missing"
-    if unexpected := [name for name in update if name not in like]:
-        return f"tensor {_first(unexpected)} is unexpected"
+    if reason := misfit_of_kinds(_kinds(update), _kinds(like)):
+        return reason
     for name, tensor in update.items():
-        expected = like[name]
-        if tensor.shape != expected.shape:
-            return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected.shape)}"
-        both_real = tensor.dtype in REAL_DTYPES and expected.dtype in REAL_DTYPES
-        if tensor.dtype != expected.dtype and not both_real:
-            return f"tensor {name!r} has type {_dtype(tensor)}, expected {_dtype(expected)}"
         if count := _count_not_finite(tensor):
-            return f"tensor {name!r} has {count:,} of {tensor.numel():,} values that are not finite"
+            return not_finite(name, count, tensor.numel())
     return None
 
 
+def _kinds(model: StateDict) -> dict[str, Kind]:
+    return {name: Kind(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in model.items()}
+
+
 def _terms(current: StateDict, contributions: Sequence[Contribution], rule: str) -> list[tuple[StateDict, float]]:
-    """The models that enter the sum, each once, with their factors; the factors sum to one."""
-    if rule not in ("add_deltas", "mix_models"):
-        raise ValueError(f"rule must be 'add_deltas' or 'mix_models', found {rule!r}")
+    """The models that enter the sum, each once, with their factors."""
     # By identity, so that updates of one version share one pass over their base.
     models = {id(current): current}
-    factors = {id(current): 1.0}
     for contribution in contributions:
-        base = contribution.base if rule == "add_deltas" else current
-        for model, share in ((base, -contribution.weight), (contribution.trained, contribution.weight)):
-            models[id(model)] = model
-            factors[id(model)] = factors.get(id(model), 0.0) + share
-    return [(model, factors[key]) for key, model in models.items() if factors[key] != 0.0]
+        models |= {id(contribution.base): contribution.base, id(contribution.trained): contribution.trained}
+    shares = [(c.weight, id(c.trained), id(c.base)) for c in contributions]
+    return [(models[key], factor) for key, factor in model_factors(id(current), shares, rule).items()]
 
 
 def _weighted_sum(like: Tensor, terms: Sequence[tuple[Tensor, float]]) -> Tensor:
@@ -106,6 +98,7 @@ def _weighted_sum(like: Tensor, terms: Sequence[tuple[Tensor, float]]) -> Tensor
     aside = None
     if precision != like.dtype:
         aside = torch.empty(min(CHUNK_VALUES, like.numel()), dtype=precision, device=like.device)
+    scratch = torch.empty(min(CHUNK_VALUES, like.numel()), dtype=precision, device=like.device)
     for start in range(0, target.numel(), CHUNK_VALUES):
         piece = target[start : start + CHUNK_VALUES]
         total = piece if aside is None else aside[: piece.numel()]
@@ -113,7 +106,9 @@ def _weighted_sum(like: Tensor, terms: Sequence[tuple[Tensor, float]]) -> Tensor
         chunk = first[start : start + CHUNK_VALUES].to(precision)
         torch.mul(chunk, factor, out=total)
         for source, factor in others:
-            total.add_(source[start : start + CHUNK_VALUES].to(precision), alpha=factor)
+            # Product and sum are rounded one by one (no fused step), so that `fedqueue.tensorfile` gets the same bits.
+            share = torch.mul(source[start : start + CHUNK_VALUES].to(precision), factor, out=scratch[: piece.numel()])
+            total.add_(share)
         if aside is not None:
             piece.copy_(total)
     return result
@@ -127,12 +122,3 @@ def _count_not_finite(tensor: Tensor) -> int:
     if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
         return 0
     return int((~torch.isfinite(tensor)).sum())
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]!r}{more}"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from fedqueue.checks import at_least, more_than, share
 from fedqueue.errors import ConfigError
 from fedqueue.plan import FailurePolicy
+from fedqueue.runtime.schedulers.settings import SchedulerSettings
 from fedqueue.settings import read
 from fedqueue.strategies import STRATEGIES
 from fedqueue.training.settings import TaskSettings
@@ -135,8 +136,8 @@ QueueSettings = FixedQueue | LognormalQueue | StepQueue | SpikeQueue | TraceQueu
 @dataclass(frozen=True, kw_only=True)
 class FacilitySettings:
     name: str
-    queue: QueueSettings
-    steps_per_second: float  # c, before the slow-down
+    queue: QueueSettings | None = None  # how long jobs wait: simulated, or added to the local scheduler's own wait
+    steps_per_second: float | None = None  # c, before the slow-down; a real run measures it
     slowdown: float = 1.0  # how many times slower it really is; the strategy is not told
     nodes: int = 1
     first_delay: float = 2.0  # expected before anything was seen, unless warm_up is on
@@ -146,13 +147,15 @@ class FacilitySettings:
     startup_seconds: float = 0.0
     megabytes_per_second: float | None = None  # None: transfers take no time
     latency_seconds: float = 0.0
+    slots: int = 1  # jobs that `fedqueue run` lets it run at once
+    scheduler: SchedulerSettings | None = None  # `fedqueue run`: this one instead of the built-in queue
 
     def __post_init__(self) -> None:
         _check_name(self.name)
         more_than(self, 0, "steps_per_second", "slowdown", "megabytes_per_second")
-        if self.steps_per_second / self.slowdown > MOST_STEPS:
+        if self.steps_per_second is not None and self.steps_per_second / self.slowdown > MOST_STEPS:
             raise ValueError(f"steps_per_second must be {MOST_STEPS:g} at most, found {self.steps_per_second:g}")
-        at_least(self, 1, "nodes", "max_jobs", "queue_limit")
+        at_least(self, 1, "nodes", "max_jobs", "queue_limit", "slots")
         at_least(self, 0, "first_delay", "startup_seconds", "latency_seconds")
         share(self, "accrue")
 
@@ -191,6 +194,59 @@ class SimulatorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The tensors that travel: those of the first model."""
+
+    initial: str | None = None  # safetensors file; None: the task makes it
+    include: list[str] = field(default_factory=lambda: ["*"])  # only tensors whose names match one of these
+    keep: Literal["needed", "all"] = "needed"  # which versions stay in the run folder; the newest always does
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Who scores new models, and how."""
+
+    where: str = "coordinator"  # or the name of a facility, or "nowhere"
+    command: str | None = None  # of your own, beside the coordinator; None: the task's test samples
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        more_than(self, 0, "timeout_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where the coordinator listens, and when it gives a silent facility up for away."""
+
+    host: str = "127.0.0.1"
+    port: int = 8440  # 0: any that is free
+    names: list[str] = field(default_factory=list)  # by which facilities call it: for the certificate it makes itself
+    certificate: str | None = None  # PEM files; None: it makes its own, unless it listens on loopback alone
+    key: str | None = None
+    away_seconds: float = 300.0  # a facility that was not heard of for so long is away
+    wait_for: int | None = None  # facilities that must be there before the run starts; None: all
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be 0 to 65535, found {self.port}")
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and server.key belong together: give both or none")
+        more_than(self, 0, "away_seconds")
+        at_least(self, 1, "wait_for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What `fedqueue run` starts as a job; in other runs each facility's agent has its own command."""
+
+    command: str | None = None  # None: trains the task
+    poll_seconds: float = 0.5  # how often agents look
+
+    def __post_init__(self) -> None:
+        more_than(self, 0, "poll_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     run: RunSettings
     facility: list[FacilitySettings]
@@ -199,6 +255,10 @@ class Config:
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     fault: list[FaultSettings] = field(default_factory=list)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
     folder: str = "."  # where relative paths in it begin
 
     def options(self, strategy: str | None = None) -> Any:
@@ -208,6 +268,11 @@ class Config:
 
 def load(path: Path, changes: Iterable[str] = ()) -> Config:
     """Read a config file and apply changes such as "run.rounds=20" or "facility.*.queue.rho=0.5"."""
+    return parse(read_tree(path, changes), where=str(path), folder=path.parent)
+
+
+def read_tree(path: Path, changes: Iterable[str] = ()) -> dict[str, Any]:
+    """The plain values of a config file, with changes."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -218,7 +283,7 @@ def load(path: Path, changes: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for change in changes:
         _apply(tree, change)
-    return parse(tree, where=str(path), folder=path.parent)
+    return tree
 
 
 def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None = None) -> Config:
@@ -268,6 +333,9 @@ def _check_across(config: Config) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice:
         raise ConfigError(f"facility.{twice}: there are two facilities of this name; rename one")
+    if config.evaluation.where not in ("coordinator", "nowhere", *names):
+        found = config.evaluation.where
+        raise ConfigError(f"evaluation.where: must be coordinator, nowhere or a facility, found {found!r}")
     for i, fault in enumerate(config.fault):
         if fault.facility not in ("*", *names):
             raise ConfigError(f"fault.{i}.facility: must be * or one of {', '.join(names)}, found {fault.facility!r}")

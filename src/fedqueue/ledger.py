@@ -18,23 +18,27 @@ from fedqueue.schema import SCHEMA
 from fedqueue.wire import encode, encode_value, parse
 
 FILE: Final = "ledger.sqlite"
-FORMAT: Final = 1
+FORMAT: Final = 2
 BATCH: Final = 4096  # events a transaction, when the run can simply be made again
 
 
 class Ledger:
-    """Writes a new ledger. As a listener it takes each event with its commands."""
+    """Writes a ledger. As a listener it takes each event with its commands."""
 
-    def __init__(self, path: Path, meta: Mapping[str, Any], *, durable: bool = True) -> None:
-        """`durable`: every event is on the disk before its commands are carried out. A simulation, which can be made
-        again from its config, writes in batches instead."""
-        if path.exists():
+    def __init__(self, path: Path, meta: Mapping[str, Any] | None, *, durable: bool = True) -> None:
+        """`meta` describes a new run; without it the ledger that is there goes on. `durable`: every event is on the
+        disk before its commands are carried out. A simulation, which can be made again from its config, writes in
+        batches instead."""
+        if path.exists() and meta is not None:
             raise RunFolderError(f"{path}: there is a ledger already; name another run folder")
+        if meta is None:
+            LedgerReader(path).close()  # it is one, and of our format
         self._path = path
         self._durable = durable
-        self._seq = 0
-        self._events: list[tuple[int, float, str, str | None, str]] = []
+        self._events: list[tuple[int, float, str, str | None, str, str | None]] = []
         self._commands: list[tuple[int, int, str, str | None, str]] = []
+        self.origin: str | None = None
+        """Who reported the next event; goes with it, and with it alone."""
         self._db = sqlite3.connect(path, isolation_level=None)
         try:
             if durable:
@@ -42,9 +46,16 @@ class Ledger:
                 self._db.execute("PRAGMA synchronous = FULL")
             else:
                 self._db.execute("PRAGMA synchronous = OFF")
-            self._db.executescript(SCHEMA)
-            facts = {"format": FORMAT, **meta}
-            self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(k, encode_value(v)) for k, v in facts.items()])
+            if meta is not None:
+                facts = {"format": FORMAT, **meta}
+                rows = [(key, encode_value(value)) for key, value in facts.items()]
+                self._db.execute("BEGIN")
+                for statement in SCHEMA.split(";\n"):
+                    self._db.execute(statement)
+                self._db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+                self._db.execute("COMMIT")
+            (newest,) = self._db.execute("SELECT coalesce(max(seq), -1) FROM events").fetchone()
+            self._seq = newest + 1
         except sqlite3.Error as error:
             self._db.close()
             raise _storage_error(path, error) from None
@@ -52,7 +63,8 @@ class Ledger:
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         seq = self._seq
         self._seq = seq + 1
-        self._events.append((seq, event.at, type(event).__name__, _job_of(event), encode(event)))
+        origin, self.origin = self.origin, None
+        self._events.append((seq, event.at, type(event).__name__, _job_of(event), encode(event), origin))
         for place, command in enumerate(commands):
             self._commands.append((seq, place, type(command).__name__, _job_of(command), encode(command)))
         if self._durable or len(self._events) >= BATCH:
@@ -62,7 +74,7 @@ class Ledger:
         """Write what is held, in one transaction."""
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", self._events)
             self._db.executemany("INSERT INTO commands VALUES (?, ?, ?, ?, ?)", self._commands)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:

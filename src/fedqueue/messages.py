@@ -155,9 +155,12 @@ class Receipt:
     train_seconds: float
     admission_delay: float
     samples: int = 0
+    nodes: int = 1
+    device: str = ""  # as the worker names it; empty: not said
+    digest: str = ""  # sha256 of the update's file; empty: it has none
 
     def __post_init__(self) -> None:
-        _count(self, "attempt", "base_version", "steps_done", "samples")
+        _count(self, "attempt", "base_version", "steps_done", "samples", "nodes")
         _seconds(self, "train_seconds", "admission_delay")
 
 
@@ -245,9 +248,10 @@ class JobStarted(_Event):
     admission_delay: float  # start minus eligible
     bound: Assignment | None = None  # what it took from the standing work, if that is how it got its work
     lingered: float = 0.0  # seconds it held its nodes before it took its work
+    ago: float = 0.0  # seconds before `at` that it took its work, by its facility's clock: we heard of it later
 
     def __post_init__(self) -> None:
-        _seconds(self, "at", "admission_delay", "lingered")
+        _seconds(self, "at", "admission_delay", "lingered", "ago")
         _count(self, "attempt")
 
 
@@ -302,6 +306,7 @@ class UpdateRejected(_Event):
 @message
 class ModelReady(_Event):
     version: int
+    digest: str = ""  # sha256 of its file; empty: it has none
 
 
 @message

@@ -135,7 +135,7 @@ class Tally:
     def _job_started(self, event: JobStarted) -> None:
         job = self._open.get(event.job_id)
         if job is not None:
-            job.held_since = event.at - event.lingered
+            job.held_since = event.at - event.ago - event.lingered
             if event.bound is not None:
                 job.cutoff = event.bound.cutoff
 

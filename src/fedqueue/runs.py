@@ -93,10 +93,15 @@ def rebuild_strategy(meta: Mapping[str, Any]) -> Strategy:
     if name not in STRATEGIES:
         raise ReplayError(f"the ledger's strategy {name!r} is not registered; put its module on PYTHONPATH")
     kind = STRATEGIES[name]
+    return kind(rebuild_plan(meta), kind.Options(**meta["options"]))
+
+
+def rebuild_plan(meta: Mapping[str, Any]) -> Plan:
+    """What the strategy of a ledger was told before the run."""
     plan = dict(meta["plan"])
     plan["facilities"] = tuple(FacilityProfile(**profile) for profile in plan["facilities"])
     plan["failures"] = FailurePolicy(**plan["failures"])
-    return kind(Plan(**plan), kind.Options(**meta["options"]))
+    return Plan(**plan)
 
 
 def replay(folder: Path) -> int:

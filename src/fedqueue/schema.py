@@ -6,8 +6,10 @@ from typing import Final
 
 SCHEMA: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+-- origin: who reported it, if somebody did; the same report changes nothing a second time.
 CREATE TABLE events (
-    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL);
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,
+    origin TEXT UNIQUE);
 CREATE TABLE commands (
     seq INTEGER NOT NULL REFERENCES events, place INTEGER NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,
     PRIMARY KEY (seq, place)) WITHOUT ROWID;
@@ -17,10 +19,11 @@ CREATE INDEX events_of_job ON events (job) WHERE job IS NOT NULL;
 CREATE VIEW incarnations AS
 SELECT s.job,
        json_extract(s.body, '$.attempt') AS attempt,
-       s.at - json_extract(s.body, '$.lingered') AS started_at,
+       s.at - json_extract(s.body, '$.ago') - json_extract(s.body, '$.lingered') AS started_at,
        json_extract(s.body, '$.lingered') AS lingered,
        json_extract(s.body, '$.admission_delay') AS admission_delay,
-       s.at - json_extract(s.body, '$.lingered') - json_extract(s.body, '$.admission_delay') AS eligible_at,
+       s.at - json_extract(s.body, '$.ago') - json_extract(s.body, '$.lingered')
+         - json_extract(s.body, '$.admission_delay') AS eligible_at,
        json_extract(s.body, '$.bound') AS bound,
        (SELECT min(e.at) FROM events e WHERE e.job = s.job AND e.seq > s.seq
          AND e.kind IN ('JobEnded', 'JobFailed', 'JobRequeued')) AS stopped_at,

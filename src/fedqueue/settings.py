@@ -88,6 +88,8 @@ def _one_of_several(kinds: tuple[Any, ...], given: Any, where: str) -> Any:
     if given is None and type(None) in kinds:
         return None
     choices = [kind for kind in kinds if kind is not type(None)]
+    if len(choices) == 1:
+        return _value(choices[0], given, where)
     tagged = {get_args(get_type_hints(k)["kind"])[0]: k for k in choices if dataclasses.is_dataclass(k)}
     if tagged:  # tables that say by `kind` which of them they are
         if not isinstance(given, Mapping) or given.get("kind") not in tagged:

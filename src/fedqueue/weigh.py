@@ -1,10 +1,12 @@
-"""What an update is worth once the model has moved on: discounts (phi, s) and weights."""
+"""What an update is worth once the model has moved on: discounts (phi, s), weights, and the sum they make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import exp
-from typing import Literal
+from typing import Literal, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 Decay = Literal["harmonic", "exponential", "none"]
 
@@ -39,3 +41,24 @@ def normalised(raw: Sequence[float]) -> list[float]:
     """
     total = sum(raw)
     return [value / total for value in raw] if total > 0 else [0.0 for _ in raw]
+
+
+def model_factors(current: K, shares: Sequence[tuple[float, K, K]], rule: str) -> dict[K, float]:
+    """The whole models that enter the sum for the next model, each once, with their factors (which sum to one).
+
+    Models are known by keys of the caller's choosing. `shares` are (weight, trained, base), oldest first.
+    Rule "add_deltas": current + sum of weight * (trained - base).
+    Rule "mix_models": current + sum of weight * (trained - current).
+    The order is that of the sum: it decides the last bits. A model whose factor is zero is left out.
+
+    >>> model_factors("v3", [(0.25, "a", "v3"), (0.5, "b", "v2")], "add_deltas")
+    {'v3': 0.75, 'a': 0.25, 'v2': -0.5, 'b': 0.5}
+    """
+    if rule not in ("add_deltas", "mix_models"):
+        raise ValueError(f"rule must be 'add_deltas' or 'mix_models', found {rule!r}")
+    factors = {current: 1.0}
+    for weight, trained, base in shares:
+        start = base if rule == "add_deltas" else current
+        for model, share in ((start, -weight), (trained, weight)):
+            factors[model] = factors.get(model, 0.0) + share
+    return {model: factor for model, factor in factors.items() if factor != 0.0}

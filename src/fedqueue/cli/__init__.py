@@ -14,20 +14,40 @@ import sys
 import textwrap
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fedqueue import __version__
-from fedqueue.cli import compare, demo, doctor, init, journal, replay, report, simulate
+from fedqueue.cli import (
+    agent,
+    compare,
+    demo,
+    doctor,
+    enroll,
+    init,
+    journal,
+    operate,
+    replay,
+    report,
+    retrace,
+    run,
+    serve,
+    simulate,
+)
 from fedqueue.errors import FedQueueError, ProtocolError, StorageError
 
-_COMMANDS = (demo, init, simulate, compare, report, replay, journal, doctor)
+_COMMANDS: tuple[Any, ...] = (
+    *(demo, init, simulate, compare, run, report, replay, retrace, journal, doctor),
+    *(serve, enroll, agent, *operate.VERBS),
+)
 
 _EPILOG = """\
 first steps:
-  fedqueue demo                        six strategies side by side, in under a minute
+  fedqueue demo                        six strategies side by side, then a real run
   fedqueue init my.toml                a config to start from, every key explained
   fedqueue simulate my.toml            one run in virtual time, with real training
   fedqueue compare my.toml --strategies fedqueue,jit,fedavg --seeds 5
+  fedqueue run my.toml                 the same for real, on this machine
+  fedqueue serve my.toml               the same for real, over several facilities (docs/operating.md)
 """
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedqueue.config import Config, load
@@ -11,6 +14,10 @@ from fedqueue.config import Config, load
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run's config; `fedqueue init` writes one")
+    add_changes(parser)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         dest="changes",
@@ -34,9 +41,35 @@ def add_plots(parser: argparse.ArgumentParser) -> None:
 
 def load_run(path: Path, changes: Sequence[str], *, strategy: str | None = None, seed: int | None = None) -> Config:
     """A config with the choices of the command line, which count most."""
-    chosen = list(changes)
+    return load(path, chosen(changes, strategy=strategy, seed=seed))
+
+
+def chosen(changes: Sequence[str], *, strategy: str | None = None, seed: int | None = None) -> list[str]:
+    """Changes of a config, those that have an option of their own last."""
+    made = list(changes)
     if strategy is not None:
-        chosen.append(f'run.strategy="{strategy}"')
+        made.append(f'run.strategy="{strategy}"')
     if seed is not None:
-        chosen.append(f"run.seed={seed}")
-    return load(path, chosen)
+        made.append(f"run.seed={seed}")
+    return made
+
+
+@contextmanager
+def until_interrupted() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C and SIGTERM are a wish that `interrupted()` tells of; a second one ends us at once."""
+    asked = threading.Event()
+
+    def wish(*_: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {number: signal.signal(number, wish) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

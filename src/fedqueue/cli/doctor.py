@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import shutil
 import sqlite3
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
         _python(),
         *(_package(name, needed) for name, needed in _PACKAGES.items()),
         _sqlite(),
+        *(_scheduler(name) for name in _COMMANDS),
         _writable(Path.cwd()),
         *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "traces")),
     ]
@@ -41,9 +43,14 @@ def run(args: argparse.Namespace) -> int:
 _PACKAGES = {
     "numpy": "",
     "rich": "",
+    "urllib3": "",
     "torch": "train",
+    "safetensors": "train",
     "scikit-learn": "train",
     "matplotlib": "plots",
+    "uvicorn": "serve",
+    "starlette": "serve",
+    "cryptography": "serve",
 }
 """Package -> the extra that brings it; "" for those that fedqueue cannot do without."""
 
@@ -62,7 +69,14 @@ def _package(name: str, extra: str) -> tuple[str, State, str]:
         return name, "missing", f"pip install {name}"
 
 
-_USES = {"train": "train models", "plots": "draw plots and reports"}
+_USES = {"train": "train models", "plots": "draw plots and reports", "serve": "coordinate real runs"}
+
+_COMMANDS = {"Slurm": "sbatch", "PBS or Grid Engine": "qsub"}
+
+
+def _scheduler(name: str) -> tuple[str, State, str]:
+    found = shutil.which(_COMMANDS[name])
+    return (name, "ok", found) if found else (name, "optional", f"no {_COMMANDS[name]} here; an agent can use `local`")
 
 
 def _sqlite() -> tuple[str, State, str]:

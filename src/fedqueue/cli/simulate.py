@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
     else:
-        _show(config, summary, folder)
+        show(config, summary, folder)
     return 0
 
 
-def _show(config: Config, summary: dict[str, Any], folder: Path) -> None:
+def show(config: Config, summary: dict[str, Any], folder: Path, *, clock: str = "virtual seconds") -> None:
     jobs, updates, score = summary["jobs"], summary["updates"], summary["score"]
     rows = [
-        ("virtual seconds", terminal.seconds(summary["virtual_seconds"])),
+        (clock, terminal.seconds(summary["virtual_seconds"])),
         ("models made", str(summary["rounds"])),
         ("score, best and final (%)", f"{terminal.percent(score['max'])}  {terminal.percent(score['final'])}"),
         *((f"seconds to {float(t):.3g}", terminal.seconds(at)) for t, at in summary["time_to"].items()),

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from fedqueue.budget import bind, linger_until
+from fedqueue.budget import bind
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
 from fedqueue.messages import (
@@ -94,8 +94,11 @@ class Simulation:
         learning: Learning,
         strategy: Strategy,
         listeners: Sequence[Listener] = (),
+        aggregate_seconds: Callable[[int], float] | None = None,
     ) -> None:
+        """`aggregate_seconds` says for each version how long it takes; None: as the config says."""
         self._config = config
+        self._aggregate_seconds = aggregate_seconds or (lambda version: config.simulator.aggregate_seconds)
         self._learning = learning
         self._sites = {site.name: site for site in sites}
         self._engine = Engine(strategy, self, listeners)
@@ -136,7 +139,7 @@ class Simulation:
             self._soon(JobSubmitted(at=self._now, job_id=order.job_id))
             before = site.jobs.get(order.after) if order.after is not None else None
             if before is None or before.state not in AT_SCHEDULER:
-                self._become_eligible(site, job)
+                self._reach_scheduler(site, job)
 
     def assign_work(self, command: AssignWork) -> None:
         site = self._sites[facility_of(command.job_id)]
@@ -162,7 +165,7 @@ class Simulation:
 
     def aggregate(self, command: Aggregate) -> None:
         self._learning.aggregate(command)
-        ready_at = self._now + self._config.simulator.aggregate_seconds
+        ready_at = self._now + self._aggregate_seconds(command.to_version)
         self._at(ready_at, MODELS, self._model_ready, command.to_version)
 
     def record(self, command: Record) -> None:
@@ -174,6 +177,13 @@ class Simulation:
 
     # What comes of them ---------------------------------------------------------------------------------
 
+    def _reach_scheduler(self, site: Site, job: SimJob) -> None:
+        seconds = site.submit_seconds(job)
+        if seconds > 0:
+            self._at(self._now + seconds, JOBS, self._become_eligible, site, job)
+        else:
+            self._become_eligible(site, job)
+
     def _become_eligible(self, site: Site, job: SimJob) -> None:
         job.eligible_at = self._now
         self._at(self._now + site.wait(job, self._now), JOBS, self._start, site, job, job.attempt)
@@ -182,7 +192,7 @@ class Simulation:
         if job.state != "waiting" or job.attempt != attempt or job.eligible_at is None:
             return
         job.state, job.started_at = "lingering", self._now
-        until = linger_until(site.standing(self._now)[1], self._now) if job.binds_itself else None
+        until = site.linger_until(job, self._now) if job.binds_itself else None
         if until is None:
             self._take_work(site, job, attempt)
         else:
@@ -194,21 +204,24 @@ class Simulation:
             return
         job.state = "running"
         if job.binds_itself:
-            job.work_staged_at, standing = site.standing(self._now)
+            job.work_staged_at, standing = site.work_for(job, self._now)
             job.work = bind(standing, self._now)
         assert job.work is not None
         delay = job.started_at - job.eligible_at
-        self._report(
-            site,
-            JobStarted(
-                at=self._now,
-                job_id=job.id,
-                attempt=attempt,
-                admission_delay=delay,
-                bound=job.work if job.binds_itself else None,
-                lingered=self._now - job.started_at,
-            ),
+        ago = site.news_seconds(job)
+        started = JobStarted(
+            at=self._now + ago,
+            job_id=job.id,
+            attempt=attempt,
+            admission_delay=delay,
+            bound=job.work if job.binds_itself else None,
+            lingered=self._now - job.started_at,
+            ago=ago,
         )
+        if ago > 0:
+            self._at(started.at, JOBS, self._report, site, started)
+        else:
+            self._report(site, started)
         course = site.course(job, job.work, self._now, delay)
         strikes = site.faults.of(job.number, attempt)
         struck_at = self._now + (course.ends_at - self._now) * (
@@ -271,7 +284,7 @@ class Simulation:
             ),
         )
         job.started_at = None  # its nodes are free
-        arrives_at = self._now + site.transfer_seconds(self._learning.megabytes)
+        arrives_at = self._now + site.return_seconds(job, self._learning.megabytes)
         for _ in range(2 if "duplicate" in strikes else 1):
             self._at(arrives_at, JOBS, self._arrive, site, job, receipt)
 
@@ -310,7 +323,7 @@ class Simulation:
     def _free_chained(self, site: Site, ended: SimJob) -> None:
         for job in site.jobs.values():
             if job.order.after == ended.id and job.state == "waiting" and job.eligible_at is None:
-                self._become_eligible(site, job)
+                self._reach_scheduler(site, job)
 
     def _leave(self, site: Site, loses_jobs: bool) -> None:
         site.outages += 1

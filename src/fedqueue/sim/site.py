@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from fedqueue.budget import ROUNDING
+from fedqueue.budget import ROUNDING, linger_until
 from fedqueue.config import Config, FacilitySettings
+from fedqueue.errors import ConfigError
 from fedqueue.messages import Assignment, Event, JobId, Order, Standing, sequence_of
 from fedqueue.sim.faults import Faults
 from fedqueue.sim.queues import make_queue, true_mean
@@ -54,6 +55,9 @@ class Site:
         self.index = index
         self.name = settings.name
         self.settings = settings
+        if settings.queue is None or settings.steps_per_second is None:
+            lacks = "queue" if settings.queue is None else "steps_per_second"
+            raise ConfigError(f"facility.{settings.name}.{lacks}: is missing; a simulation needs it")
         self.queue = make_queue(settings.queue, facility=settings.name, seed=seed, folder=Path(config.folder))
         self.faults = Faults(config.fault, facility=settings.name, seed=seed)
         self.true_mean_delay = true_mean(settings.queue, self.queue)
@@ -100,6 +104,34 @@ class Site:
             del self.staged[0]
         return self.staged[0]
 
+    def submit_seconds(self, job: SimJob) -> float:
+        """From our order to the scheduler's having it; for a chained job, from the end of the one before."""
+        return 0.0
+
+    def news_seconds(self, job: SimJob) -> float:
+        """From a job's taking its work to our hearing of it."""
+        return 0.0
+
+    def return_seconds(self, job: SimJob, megabytes: float) -> float:
+        """From the end of a job to the arrival of its update."""
+        return self.transfer_seconds(megabytes)
+
+    def work_for(self, job: SimJob, at: float) -> tuple[float, Standing]:
+        """The standing work that a job takes now, and since when it has been on site."""
+        return self.standing(at)
+
+    def linger_until(self, job: SimJob, at: float) -> float | None:
+        """Until when a job that starts now waits for a newer model; None: it takes what there is."""
+        return linger_until(self.standing(at)[1], at)
+
+    def startup_of(self, job: SimJob) -> float:
+        """Seconds from the start of a job to its first step."""
+        return self.settings.startup_seconds
+
+    def speed_of(self, job: SimJob) -> float:
+        """Steps a second."""
+        return self.speed
+
     def wait(self, job: SimJob, at: float) -> float:
         """Seconds until a job that becomes eligible now starts."""
         delay = self.queue.delay(job.number, job.attempt, at)
@@ -109,13 +141,14 @@ class Site:
 
     def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
         """Of an attempt that starts now, after waiting `delay` seconds."""
-        train_from = max(at + self.settings.startup_seconds, job.work_staged_at)
+        train_from = max(at + self.startup_of(job), job.work_staged_at)
         wall_end = (at if job.started_at is None else job.started_at) + job.order.wall_seconds
         seconds = wall_end - train_from
         if work.train_budget is not None:
             seconds = min(seconds, work.train_budget)
         # The worker counts whole steps, and hands in what it has when its time is over.
-        steps = min(work.steps, floor(max(0.0, seconds) * self.speed + ROUNDING))
+        speed = self.speed_of(job)
+        steps = min(work.steps, floor(max(0.0, seconds) * speed + ROUNDING))
         if steps < 1:
             return Course(job.attempt, delay, 0, 0.0, wall_end, True)
-        return Course(job.attempt, delay, steps, steps / self.speed, train_from + steps / self.speed, False)
+        return Course(job.attempt, delay, steps, steps / speed, train_from + steps / speed, False)

@@ -393,7 +393,7 @@ class Strategy:
         if facility is None or job is None or event.attempt < job.attempt or repeated:
             return
         job.attempt = event.attempt
-        job.started_at = self.now
+        job.started_at = self.now - event.ago
         facility.refusals = 0
         if event.bound is not None:
             job.assignment = event.bound

@@ -53,7 +53,7 @@ class FedQueue(RoundStrategy):
     def idle(self, facility: Facility, why: Why) -> None:
         # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
         if why in ("failure", "rejoin"):
-            budget = self._budget(self.forecast(facility).mean, self.next_cutoff)
+            budget = self._budget(self.forecast(facility).mean + facility.overhead, self.next_cutoff)
             if budget > self.options.min_train_budget:
                 self._dispatch([facility])
 
@@ -64,8 +64,10 @@ class FedQueue(RoundStrategy):
 
     def _dispatch(self, facilities: Sequence[Facility]) -> None:
         expected = {f.name: self.forecast(f).mean for f in facilities}  # q-hat
-        cutoffs = {name: self._aim(delay) for name, delay in expected.items()}
-        budgets = {name: self._budget(delay, cutoffs[name]) for name, delay in expected.items()}  # J
+        # Start-up and hand-in take their time too; the paper's setting has none.
+        lost = {f.name: expected[f.name] + f.overhead for f in facilities}
+        cutoffs = {name: self._aim(seconds) for name, seconds in lost.items()}
+        budgets = {name: self._budget(seconds, cutoffs[name]) for name, seconds in lost.items()}  # J
         steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
         in_flight = (f.newest_steps for f in self.facilities.values() if f.newest_steps and f.name not in steps)
         least_steps = min([*steps.values(), *in_flight], default=1)  # E_min
@@ -87,17 +89,17 @@ class FedQueue(RoundStrategy):
                 expected_delay=expected[facility.name],
             )
 
-    def _aim(self, expected_delay: float) -> float:
+    def _aim(self, lost_seconds: float) -> float:
         """The next cutoff; the one after it, if the model came so late that nothing would be done by the next."""
         late = self.now > self.last_cutoff  # the round began a while ago
-        if late and self._budget(expected_delay, self.next_cutoff) <= self.options.min_train_budget:
+        if late and self._budget(lost_seconds, self.next_cutoff) <= self.options.min_train_budget:
             return self.next_cutoff + self.round_length
         return self.next_cutoff
 
-    def _budget(self, expected_delay: float, cutoff: float) -> float:
+    def _budget(self, lost_seconds: float, cutoff: float) -> float:
         return train_budget(
             cutoff - self.now,
-            expected_delay,
+            lost_seconds,
             self.options.margin,
             self.options.min_train_budget,
         )

@@ -70,6 +70,8 @@ class Jit(RoundStrategy):
         running_alone = job.started_at is not None and len(facility.jobs) == 1 and facility.profile.max_jobs > 1
         if self.holding or not running_alone or facility.steps_per_second is None:
             return
+        if facility.posted is None:  # its first job has been measured, and its update is on the way
+            self._post(facility)
         if self.options.pipeline == "chain":
             self._submit(facility, after=job.order.job_id)
         elif self.options.pipeline != "off":

@@ -13,6 +13,7 @@ Status = Literal["active", "left", "drained", "suspended", "out"]
 """active: may have work. left: out of reach, may come back. drained: asked to stop. suspended: comes back by
 itself. out: failed for good; comes back when someone makes it join."""
 
+MOST_STEPS = 1e9  # a second: more is not a measurement
 NEWEST = 0.5  # weight of the newest job in the measured throughput
 FADE = 0.9  # how slowly a learned overhead shrinks; it grows at once
 
@@ -77,7 +78,7 @@ class Facility:
 
     def measure(self, steps: int, seconds: float) -> None:
         """Throughput c from a job's own steps and seconds; noise below one in a thousand million is rounding."""
-        if steps < 1 or seconds <= 0:
+        if steps < 1 or seconds <= 0 or steps > MOST_STEPS * seconds:
             return
         seen = steps / seconds
         known = self.steps_per_second

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -53,8 +54,17 @@ class Task(Protocol):
     def data_sizes(self) -> tuple[int, ...]:
         """Training samples of each facility."""
 
-    def train(self, *, facility: int, model: StateDict, steps: int, learning_rate: float, key: int) -> Trained:
-        """Train `model` on one facility's data for `steps` steps.
+    def train(
+        self,
+        *,
+        facility: int,
+        model: StateDict,
+        steps: int,
+        learning_rate: float,
+        key: int,
+        during: Iterable[object] | None = None,
+    ) -> Trained:
+        """Train `model` on one facility's data for `steps` steps, or until `during` has no more to give.
 
         `key` selects the random numbers; the same arguments give the same bits, whatever ran before.
         """
@@ -104,7 +114,16 @@ class WorkloadTask:
     def data_sizes(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self._parts)
 
-    def train(self, *, facility: int, model: StateDict, steps: int, learning_rate: float, key: int) -> Trained:
+    def train(
+        self,
+        *,
+        facility: int,
+        model: StateDict,
+        steps: int,
+        learning_rate: float,
+        key: int,
+        during: Iterable[object] | None = None,
+    ) -> Trained:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
         part, size = self._parts[facility], self._settings.batch_size
@@ -114,8 +133,13 @@ class WorkloadTask:
             optimizer = make_optimizer(self._module, self._settings, learning_rate)
             # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
             schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
-            total = train_steps(self._module, optimizer, self._workload.loss, self._train, schedule)
-        return Trained(model=copy_state(self._module), samples=steps * min(size, len(part)), loss=float(total) / steps)
+            if during is not None:
+                schedule = (batch for _, batch in zip(during, schedule, strict=False))
+            counted = count()
+            total = train_steps(self._module, optimizer, self._workload.loss, self._train, _counting(schedule, counted))
+        done = next(counted)
+        loss = float(total) / max(1, done)
+        return Trained(model=copy_state(self._module), samples=done * min(size, len(part)), loss=loss)
 
     def score(self, model: StateDict) -> dict[str, float]:
         inputs, targets = self._test
@@ -132,6 +156,12 @@ class WorkloadTask:
                 else:
                     score = -loss
         return {"score": score, "loss": loss}
+
+
+def _counting(schedule: Iterable[Tensor], counted: Iterator[int]) -> Iterator[Tensor]:
+    for batch in schedule:
+        next(counted)
+        yield batch
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""The agent of this facility: claims orders, submits jobs to the scheduler, hands in what they made.
+
+Start it on a login node, where it stays until the run is over; or with --once from cron, every few minutes. It may be
+gone for days: jobs go on, results wait, and the next start goes on from its journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+
+from fedqueue.cli import common
+
+HELP = "be the agent of this facility"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="AGENT.toml", help="the agent's own config")
+    parser.add_argument("--once", action="store_true", help="do what there is to do now, and end: for cron")
+
+
+def run(args: argparse.Namespace) -> int:
+    from fedqueue.runtime.agent import Agent
+    from fedqueue.runtime.agent_settings import home_of, load_agent
+    from fedqueue.runtime.enrolment import Enrolment
+
+    config = load_agent(args.config)
+    home = home_of(config, args.config)
+    enrolment = Enrolment.load(home)
+    client = enrolment.client(home, config.agent.proxy)
+    agent = Agent(config, home, enrolment.facility, client, say=_say)
+    try:
+        with common.until_interrupted() as interrupted:
+            if not args.once:
+                every = f"{config.agent.poll_seconds:g} s"
+                _say(f"agent of {enrolment.facility} on {config.scheduler.kind}; looks every {every}")
+            agent.run(once=args.once, stopping=interrupted)
+            if agent.over is not None:
+                _say(f"the run is over: {agent.over}")
+            return 130 if interrupted() and agent.over is None else 0
+    finally:
+        agent.close()
+
+
+def _say(line: str) -> None:
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{now}  {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,58 @@
+"""Make this facility part of a run, with the invitation that the run's operator made by `fedqueue invite`.
+
+The invitation is asked for, or read from standard input or a file; never from the command line, where others on a
+login node could read it. It works once. The credential that it is exchanged for lies in the agent's home, readable
+by its owner alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import sys
+from importlib import resources
+from pathlib import Path
+
+from fedqueue.errors import ConfigError, RunFolderError
+
+HELP = "make this facility part of a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="AGENT.toml", help="the agent's own config")
+    parser.add_argument("--init", action="store_true", help="write such a config to start from, and do nothing else")
+    parser.add_argument("--invitation", type=Path, metavar="FILE", help="read the invitation from here")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.init:
+        return _init(args.config)
+    from fedqueue.runtime.agent_settings import home_of, load_agent
+    from fedqueue.runtime.enrolment import enrol
+
+    config = load_agent(args.config)
+    home = home_of(config, args.config)
+    made = enrol(_invitation(args.invitation), home, config.agent.proxy)
+    print(f"enrolled as {made.facility} with {made.url}")
+    print(f"start the agent: fedqueue agent {args.config}")
+    return 0
+
+
+def _init(path: Path) -> int:
+    if path.exists():
+        raise RunFolderError(f"{path}: exists already; nothing was changed; name another file")
+    text = (resources.files("fedqueue.cli") / "agent.toml").read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}; fill it in, then: fedqueue enroll {path}")
+    return 0
+
+
+def _invitation(path: Path | None) -> str:
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if sys.stdin.isatty():
+        return getpass.getpass("invitation (it will not show): ")
+    return sys.stdin.read()

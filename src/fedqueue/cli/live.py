@@ -1,0 +1,165 @@
+"""A real run as it goes: a line for each facility on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fedqueue.cli.terminal import console
+from fedqueue.config import Config
+from fedqueue.messages import (
+    Command,
+    CoordinatorResumed,
+    Event,
+    FacilityDrained,
+    FacilityJoined,
+    FacilityLeft,
+    JobEnded,
+    JobFailed,
+    JobRequeued,
+    JobStarted,
+    JobSubmitted,
+    ModelReady,
+    ModelScored,
+    Record,
+    RunPaused,
+    RunResumed,
+    StopRun,
+    SubmitJob,
+    SubmitRefused,
+    UpdateArrived,
+    UpdateRejected,
+    facility_of,
+)
+
+REFRESH_SECONDS = 0.25
+KEPT_LINES = 6
+
+
+@dataclass
+class _Line:
+    doing: str = "not seen yet"
+    since: float = 0.0  # monotonic
+    updates: int = 0
+    waits: int = 0
+    waited: float = 0.0
+    failures: int = 0
+
+
+class Screen:
+    """Told every event; shows what a person wants to know."""
+
+    def __init__(self, config: Config, *, quiet: bool) -> None:
+        self._config = config
+        self._quiet = quiet
+        self._lines = {facility.name: _Line() for facility in config.facility}
+        self._said: list[str] = []
+        self._at = 0.0
+        self._seen = time.monotonic()
+        self._model = 0
+        self._score: float | None = None
+        self._aggregated = 0
+        self._ended: str | None = None
+        self._paused = False
+        self._lock = threading.Lock()
+        self._out = console(stderr=True)
+        self.fancy = self._out.is_terminal and not quiet
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            self._said = [*self._said, line][-KEPT_LINES:]
+        if not self._quiet and not self.fancy:
+            print(line, file=sys.stderr, flush=True)
+
+    def listen(self, event: Event, commands: Sequence[Command]) -> None:
+        with self._lock:
+            self._at, self._seen = event.at, time.monotonic()
+            self._happened(event)
+            for command in commands:
+                if isinstance(command, SubmitJob):
+                    self._now(command.order.facility, "asking for a job")
+                elif isinstance(command, Record) and command.facts.get("fate") == "aggregated":
+                    self._aggregated += 1
+                elif isinstance(command, StopRun):
+                    self._ended = command.reason
+        if isinstance(event, ModelReady | ModelScored) and not self.fancy and not self._quiet:
+            print(self._head(), file=sys.stderr, flush=True)
+
+    def _now(self, facility: str, doing: str) -> _Line:
+        line = self._lines[facility]
+        line.doing, line.since = doing, time.monotonic()
+        return line
+
+    def _happened(self, event: Event) -> None:
+        match event:
+            case JobSubmitted(job_id=job):
+                self._now(facility_of(job), "in the queue")
+            case JobStarted(job_id=job, admission_delay=delay):
+                line = self._now(facility_of(job), "training")
+                line.waits, line.waited = line.waits + 1, line.waited + delay
+            case JobEnded(job_id=job):
+                self._now(facility_of(job), "handing in")
+            case JobRequeued(job_id=job):
+                self._now(facility_of(job), "in the queue again")
+            case JobFailed(job_id=job) | UpdateRejected(job_id=job) | SubmitRefused(job_id=job):
+                self._now(facility_of(job), "failed").failures += 1
+            case UpdateArrived(receipt=receipt):
+                self._now(facility_of(receipt.job_id), "idle").updates += 1
+            case FacilityLeft(facility=name):
+                self._now(name, "away")
+            case FacilityJoined(facility=name):
+                self._now(name, "back")
+            case FacilityDrained(facility=name):
+                self._now(name, "drained")
+            case CoordinatorResumed():
+                for line in self._lines.values():
+                    line.since = time.monotonic()
+            case RunPaused():
+                self._paused = True
+            case RunResumed():
+                self._paused = False
+            case ModelReady(version=version):
+                self._model = version
+            case ModelScored(metrics=metrics):
+                self._score = metrics.get("score")
+
+    def _head(self) -> str:
+        run = self._config.run
+        seconds = "" if run.seconds is None else f"{run.seconds:g} s"
+        limit = " or ".join(filter(None, [seconds, f"{run.rounds} models" if run.rounds else ""]))
+        score = "" if self._score is None else f"   score {100 * self._score:.1f} %"
+        over = "" if self._ended is None else f"   over: {self._ended}"
+        counts = f"model {self._model}   {self._aggregated} updates"
+        going = 0.0 if self._ended is not None or self._paused or not self._at else time.monotonic() - self._seen
+        return f"{run.strategy}  {self._at + going:7.1f} s of {limit}   {counts}{score}{over}"
+
+    def __rich__(self) -> RenderableType:
+        with self._lock:
+            table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+            for column in ("facility", "now", "for (s)", "updates", "mean wait (s)", "failures"):
+                table.add_column(column, justify="left" if column in ("facility", "now") else "right")
+            for name, line in self._lines.items():
+                waited = f"{line.waited / line.waits:.1f}" if line.waits else "-"
+                since = f"{time.monotonic() - line.since:.0f}" if line.since else "-"
+                table.add_row(name, line.doing, since, str(line.updates), waited, str(line.failures))
+            said = [Text(line, style="dim") for line in self._said]
+            return Group(Text(self._head(), style="bold"), table, *said)
+
+
+@contextmanager
+def following(config: Config, *, quiet: bool) -> Iterator[Screen]:
+    screen = Screen(config, quiet=quiet)
+    if screen.fancy:
+        with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
+            yield screen
+    else:
+        yield screen

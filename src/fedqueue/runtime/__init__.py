@@ -1,0 +1,1 @@
+"""The real runtime: coordinator, agents, workers, and the batch schedulers they meet."""

@@ -1,0 +1,234 @@
+"""The coordinator's side of large files: bodies appended to a part as they arrive, files sent in ranges.
+
+    BlobError                    status
+    ├── BlobConflict          409   the offset is not what is there: go on from `have`
+    ├── BlobLengthRequired            411   an upload must say its Content-Length
+    ├── BlobTooLarge          413   it would go past the announced size
+    └── BlobNoSpace           507   the disk is full; what arrived stays
+
+The event loop never waits for a disk: that is done in threads, while the next bytes arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import ClassVar, Final
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from fedqueue.errors import FedQueueError
+
+WRITE_BYTES: Final = 1 << 20
+"""Gathered from a connection before they are written."""
+READ_BYTES: Final = 1 << 20
+VECTORS: Final = 512  # buffers in one write; the kernel takes 1024
+
+
+class BlobError(FedQueueError):
+    status: ClassVar[int] = 500
+
+
+class BlobConflict(BlobError):
+    status = 409
+
+    def __init__(self, have: int) -> None:
+        super().__init__(f"{have:,} bytes are here; go on from there")
+        self.have = have
+
+
+class BlobLengthRequired(BlobError):
+    status = 411
+
+
+class BlobTooLarge(BlobError):
+    status = 413
+
+
+class BlobNoSpace(BlobError):
+    status = 507
+
+
+def have(part: Path) -> int:
+    """Bytes that have arrived."""
+    try:
+        return part.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+async def receive(request: Request, part: Path, *, offset: int, total: int) -> int:
+    """Writes the request's body into `part` at `offset`; returns how many bytes are there then, safely on disk.
+
+    Refuses before it reads. What arrived before a connection broke (`ClientDisconnect`) or the disk was full stays, to
+    be gone on from. Two requests for one part do no harm: each writes the same bytes at their own places, and a part
+    has no holes because each began within it.
+    """
+    length = request.headers.get("content-length", "")
+    if not re.fullmatch("[0-9]{1,18}", length):
+        raise BlobLengthRequired("an upload must say its Content-Length")
+    if offset + int(length) > total:
+        raise BlobTooLarge(f"{offset:,} and {length} more bytes are more than the {total:,} announced")
+    writer = _Writer(part, offset)
+    try:
+        async for data in request.stream():
+            await writer.add(data, most=total)
+    finally:
+        # Also when the client is gone or the server stops: what arrived is kept.
+        await asyncio.shield(writer.finish())
+    return writer.place
+
+
+class _Writer:
+    """Gathers small pieces and writes them in a thread, one write at a time."""
+
+    def __init__(self, part: Path, offset: int) -> None:
+        try:
+            self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _failure(error) from None
+        if (there := os.fstat(self._file).st_size) != offset:
+            os.close(self._file)
+            raise BlobConflict(there)
+        self.place = offset  # the end of what is written or being written
+        self._gathered: list[bytes] = []
+        self._size = 0
+        self._under_way: asyncio.Future[None] | None = None
+
+    async def add(self, data: bytes, *, most: int) -> None:
+        if self.place + self._size + len(data) > most:
+            raise BlobTooLarge(f"the body goes past the {most:,} bytes announced")
+        if data:
+            self._gathered.append(data)
+            self._size += len(data)
+        if self._size >= WRITE_BYTES or len(self._gathered) >= VECTORS:
+            await self._start()
+
+    async def _start(self) -> None:
+        """Begins to write what is gathered, once the write before is done."""
+        await self._wait()
+        pieces, self._gathered, self._size = self._gathered, [], 0
+        place, self.place = self.place, self.place + sum(map(len, pieces))
+        loop = asyncio.get_running_loop()
+        self._under_way = loop.run_in_executor(None, _write, self._file, pieces, place)
+
+    async def _wait(self) -> None:
+        if self._under_way is None:
+            return
+        try:
+            await asyncio.shield(self._under_way)
+        except BlobError:
+            self._gathered, self._size = [], 0  # to write on would leave a hole
+            raise
+        finally:
+            if self._under_way.done():
+                self._under_way = None
+
+    async def finish(self) -> None:
+        try:
+            await self._start()
+            await self._wait()
+            await asyncio.get_running_loop().run_in_executor(None, _sync, self._file)
+        finally:
+            os.close(self._file)
+
+
+def _write(file: int, pieces: list[bytes], place: int) -> None:
+    views = [memoryview(piece) for piece in pieces]
+    try:
+        while views:
+            count = os.pwritev(file, views, place)
+            place += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]
+    except OSError as error:
+        raise _failure(error) from None
+
+
+def _sync(file: int) -> None:
+    try:
+        os.fdatasync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # not something that can be synced, such as a device
+            raise _failure(error) from None
+
+
+def _failure(error: OSError) -> BlobError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return BlobNoSpace("no space is left here; make room, then go on")
+    return BlobError(f"cannot be written: {error.strerror}")
+
+
+def send_file(path: Path, range_header: str | None, etag: str, if_range: str | None = None) -> Response:
+    """The file, or the one byte range asked for (206, or 416 when there is no such range).
+
+    `etag` is bare, without quotes. A range with an `if_range` of another file is answered with the whole file.
+    """
+    size = path.stat().st_size
+    headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+    if if_range is not None and if_range != f'"{etag}"':
+        range_header = None
+    found = _parse_range(range_header, size)
+    if found is None:
+        return _Stream(path, 0, size, 200, headers)
+    begin, end = found
+    if begin >= end:
+        return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
+    return _Stream(path, begin, end, 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{size}"})
+
+
+def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """The first byte and the one after the last; None for the whole file, which is also what odd headers get."""
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", (header or "").replace(" ", ""))
+    if match is None or match.group() == "bytes=-":
+        return None
+    first, last = match.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(size, int(last) + 1) if last else size
+
+
+class _Stream(StreamingResponse):
+    """A part of a file, read in threads, the next piece while one is sent."""
+
+    def __init__(self, path: Path, begin: int, end: int, status: int, headers: dict[str, str]) -> None:
+        headers |= {"Content-Length": str(end - begin)}
+        super().__init__(_read(path, begin, end), status, headers, media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await super().__call__(scope, receive, send)
+
+
+async def _read(path: Path, begin: int, end: int) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    coming: asyncio.Future[bytes] | None = None
+    try:
+        os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_SEQUENTIAL)
+        while begin < end:
+            coming = coming or loop.run_in_executor(None, os.pread, file, min(READ_BYTES, end - begin), begin)
+            data, coming = await coming, None
+            if not data:
+                raise BlobError(f"{path}: became shorter while it was sent")
+            begin += len(data)
+            if begin < end:
+                coming = loop.run_in_executor(None, os.pread, file, min(READ_BYTES, end - begin), begin)
+            yield data
+    finally:
+        if coming is not None:
+            await asyncio.wait([coming])  # the file must stay open until it is read
+        os.close(file)

@@ -1,0 +1,253 @@
+"""What a facility may ask of the coordinator: take my reports, what shall I do, here is an update.
+
+Every method but `commit` runs in the coordinator's own thread. A facility is named by its credential, never by what it
+says, and its jobs by their number at that facility; so it cannot even name what belongs to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue import tensorfile
+from fedqueue.messages import Receipt, Standing, UpdateArrived, UpdateRejected, job_id
+from fedqueue.runtime.books import OpenJob
+from fedqueue.runtime.coordinator import Coordinator, Presence, Refused
+from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.reports import Handin, Poll, Report, event_of
+from fedqueue.wire import body
+
+CHECK_SECONDS: Final = 5.0
+"""How long a facility is kept waiting for the check of its update; after that it asks again."""
+
+LARGER: Final = 2.0
+"""An update may be so many times as large as the model: single precision may come back as double."""
+
+HEADER_ROOM: Final = 1 << 20  # bytes
+
+
+class Desk:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._checks: dict[tuple[str, int], asyncio.Task[dict[str, Any]]] = {}
+        self._checker = ThreadPoolExecutor(2, thread_name_prefix="checker")
+
+    def close(self) -> None:
+        self._checker.shutdown(wait=True, cancel_futures=True)
+
+    # Polls ----------------------------------------------------------------------------------------------
+
+    def poll(self, facility: str, asked: Poll) -> dict[str, Any]:
+        """Take the reports that are new, and say what is to be done."""
+        coordinator = self._coordinator
+        presence = coordinator.presence[facility]
+        self._fence(facility, presence, asked)
+        presence.poll_seconds, presence.left = asked.poll_seconds, False
+        if presence.journal and presence.journal != asked.journal:
+            coordinator.lost_journal(facility, asked.journal)
+        presence.journal = asked.journal
+        coordinator.heard(facility)
+        known = coordinator.received.get(asked.journal, 0)
+        if asked.reports and asked.reports[0].n > known + 1:
+            first = asked.reports[0].n
+            raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
+        for report in asked.reports:
+            if report.n > known:
+                self._take(facility, asked.journal, report)
+                known = report.n
+        coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
+        failpoint("answer.before")
+        answer = self._answer(facility, asked, known)
+        if answer["over"] and presence.told_end is None:
+            presence.told_end = time.monotonic()
+        if asked.leaving:
+            coordinator.leaves(facility)
+        return answer
+
+    def _fence(self, facility: str, presence: Presence, asked: Poll) -> None:
+        """One agent a facility: a newer holder of its lease replaces an older one, a stranger waits."""
+        if asked.session == presence.session:
+            return
+        if asked.journal == presence.journal and asked.generation < presence.generation:
+            raise Refused(409, f"another agent of {facility} has taken over (on {presence.host or 'another host'})")
+        silent = time.monotonic() - presence.heard
+        is_newer = asked.journal == presence.journal and asked.generation > presence.generation
+        if presence.session and not is_newer and silent < max(30.0, 3 * presence.poll_seconds):
+            raise Refused(409, f"another agent of {facility} is at work (on {presence.host or 'another host'})")
+        presence.session, presence.generation, presence.host = asked.session, asked.generation, asked.host
+
+    def _take(self, facility: str, journal: str, report: Report) -> None:
+        coordinator = self._coordinator
+        posts = coordinator.books.facilities[facility].posts
+        event = event_of(report, facility, coordinator.now, posts)
+        coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
+        coordinator.received[journal] = report.n
+
+    def _answer(self, facility: str, asked: Poll, received: int) -> dict[str, Any]:
+        books = self._coordinator.books
+        book = books.facilities[facility]
+        stopped = books.stopped is not None
+        evaluation = self._evaluation(facility)
+        over = stopped and (evaluation is None or self._coordinator.waited_for_score())
+        orders = [job for job in book.jobs.values() if not job.taken]
+        standing = book.posts.get(book.posted)
+        return {
+            "received": received,
+            "orders": [] if stopped or books.paused else [self._order(job) for job in orders],
+            "cancel": sorted(set(asked.open) - set(book.jobs)) if not stopped else sorted(asked.open),
+            "standing": self._standing(book.posted, standing) if standing is not None and not stopped else None,
+            "evaluate": evaluation,
+            "over": books.stopped if over else None,
+        }
+
+    def _order(self, job: OpenJob) -> dict[str, Any]:
+        order, work = job.order, job.assignment
+        return {
+            "sequence": job.sequence,
+            "round": order.round,
+            "wall_seconds": order.wall_seconds,
+            "purpose": order.purpose,
+            "after": None if order.after is None else int(order.after.rpartition("/")[2]),
+            "assignment": None
+            if work is None
+            else {
+                "base_version": work.base_version,
+                "steps": work.steps,
+                "learning_rate": work.learning_rate,
+                "train_budget": work.train_budget,
+            },
+            "model": None if work is None else self._model(work.base_version),
+        }
+
+    def _standing(self, number: int, standing: Standing) -> dict[str, Any]:
+        fields = body(standing)
+        del fields["next_cutoff"]
+        seconds = standing.next_cutoff - self._coordinator.now
+        return {"number": number, "next_cutoff_in": seconds, **fields, "model": self._model(standing.version)}
+
+    def _evaluation(self, facility: str) -> dict[str, Any] | None:
+        """The newest model, if this facility scores models and has not scored it."""
+        books = self._coordinator.books
+        if self._coordinator.config.evaluation.where != facility or books.newest in books.scored:
+            return None
+        return {"version": books.newest, "model": self._model(books.newest)}
+
+    def _model(self, version: int) -> dict[str, Any]:
+        digest = self._coordinator.books.models[version]
+        return {"version": version, "sha256": digest}
+
+    # Models and updates ---------------------------------------------------------------------------------
+
+    def model(self, version: int) -> tuple[Path, str]:
+        digest = self._coordinator.books.models.get(version)
+        path = self._coordinator.store.path(digest) if digest is not None else None
+        if digest is None or path is None or not path.exists():
+            raise Refused(404, f"there is no model {version}, or no longer")
+        return path, digest
+
+    def may_upload(self, facility: str, sequence: int, attempt: int, digest: str, size: int) -> Path:
+        """Where the bytes of this update go. Only an open job of this facility may bring one."""
+        coordinator = self._coordinator
+        job = self._open(facility, sequence, attempt)
+        base = coordinator.books.models[job.assignment.base_version if job.assignment else coordinator.books.newest]
+        most = int(LARGER * coordinator.store.path(base).stat().st_size) + HEADER_ROOM
+        if not 8 <= size <= most:
+            raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
+        if size > coordinator.store.room():
+            raise Refused(507, "the coordinator's disk is full; the update can come later")
+        return coordinator.store.upload(facility, sequence, attempt, digest)
+
+    def _open(self, facility: str, sequence: int, attempt: int) -> OpenJob:
+        job = self._coordinator.books.job(job_id(facility, sequence))
+        if job is None:
+            raise Refused(410, f"job {sequence} is not open")
+        if attempt != job.attempt:
+            raise Refused(410, f"attempt {attempt} of job {sequence} was superseded")
+        return job
+
+    async def commit(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
+        """All bytes are there: check them, and let the update count. Asked again, it gives the same answer."""
+        key = (job_id(facility, sequence), attempt)
+        task = self._checks.get(key)
+        if task is None:
+            task = asyncio.create_task(self._check(facility, sequence, attempt, digest, handin))
+            self._checks[key] = task
+            task.add_done_callback(lambda _: self._checks.pop(key, None))
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
+        except TimeoutError:
+            return {"status": "checking"}
+
+    async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
+        coordinator = self._coordinator
+        upload, like = await asyncio.wrap_future(
+            coordinator.ask(lambda: self._to_check(facility, sequence, attempt, digest, handin))
+        )
+        loop = asyncio.get_running_loop()
+        reason = await loop.run_in_executor(self._checker, _why_not, upload, like, digest)
+        return await asyncio.wrap_future(
+            coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
+        )
+
+    def _to_check(
+        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin
+    ) -> tuple[Path, Path | None]:
+        """The upload, and the model it must look like; None: that is no longer there."""
+        coordinator = self._coordinator
+        self._open(facility, sequence, attempt)
+        upload = coordinator.store.upload(facility, sequence, attempt, digest)
+        if not upload.exists() and not coordinator.store.path(digest).exists():
+            raise Refused(409, "its bytes are not here", offset=0)
+        base = coordinator.books.models.get(handin.base_version)
+        like = coordinator.store.path(base) if base is not None else None
+        return (upload if upload.exists() else coordinator.store.path(digest)), like
+
+    def _settle(
+        self,
+        facility: str,
+        sequence: int,
+        attempt: int,
+        digest: str,
+        handin: Handin,
+        upload: Path,
+        reason: str | None,
+    ) -> dict[str, Any]:
+        coordinator = self._coordinator
+        self._open(facility, sequence, attempt)  # it may have been closed while its bytes were looked at
+        key = job_id(facility, sequence)
+        if reason is not None:
+            if upload.exists() and upload.suffix == ".part":
+                coordinator.store.refuse(upload)
+            event = UpdateRejected(at=coordinator.now, job_id=key, attempt=attempt, reason=reason)
+            coordinator.tell(event, origin=f"update/{key}/{attempt}/rejected")
+            return {"status": "rejected", "reason": reason}
+        if upload.suffix == ".part":
+            coordinator.store.keep(upload, digest)
+        receipt = Receipt(
+            job_id=key,
+            attempt=attempt,
+            base_version=handin.base_version,
+            steps_done=handin.steps_done,
+            train_seconds=handin.train_seconds,
+            admission_delay=handin.admission_delay,
+            samples=handin.samples,
+            nodes=handin.nodes,
+            device=handin.device,
+            digest=digest,
+        )
+        coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
+        coordinator.store.drop_uploads(facility, sequence)
+        return {"status": "accepted", "reason": None}
+
+
+def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
+    """In a checker's thread: one pass over the file."""
+    if like is None or not like.exists():
+        return "the model it was trained from is no longer here"
+    try:
+        return tensorfile.check(upload, like, sha256=digest)
+    except tensorfile.TensorFileError as error:
+        return str(error).replace(str(upload), "the update")

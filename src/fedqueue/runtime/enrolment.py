@@ -1,0 +1,92 @@
+"""How a facility comes to its credential: an invitation from the operator, used once, becomes a file in its home."""
+
+from __future__ import annotations
+
+import base64
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue.errors import ConfigError
+from fedqueue.runtime.access import write_secret
+from fedqueue.runtime.transport import Client
+
+FILE: Final = "credential"
+MARK: Final = "fedqueue1:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrolment:
+    """What HOME/credential holds; nobody but its owner may read it."""
+
+    url: str
+    facility: str
+    credential: str
+    certificate: str | None = None  # PEM, where the coordinator's is of its own making
+
+    def save(self, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        write_secret(home / FILE, json.dumps(vars(self)))
+
+    @classmethod
+    def load(cls, home: Path) -> Enrolment:
+        path = home / FILE
+        try:
+            if path.stat().st_mode & 0o077:
+                raise ConfigError(f"{path}: others may read it; `chmod 600 {path}`, and have it revoked if they did")
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ConfigError(f"{home}: this facility is not enrolled; `fedqueue enroll AGENT.toml`") from None
+        except (ValueError, TypeError):
+            raise ConfigError(f"{path}: is not a credential; enrol this facility anew") from None
+
+    def client(self, home: Path, proxy: str | None) -> Client:
+        ca = None
+        if self.certificate is not None:
+            ca = home / "coordinator.pem"
+            ca.write_text(self.certificate)
+        return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
+
+
+def invitation(url: str, token: str, certificate: str | None) -> str:
+    """One word that holds all a facility needs to enrol; good once."""
+    packed = json.dumps({"url": url, "token": token, "certificate": certificate}).encode()
+    return MARK + base64.urlsafe_b64encode(packed).decode()
+
+
+def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
+    """Use an invitation; the credential is in the home then."""
+    held = _open(text)
+    with tempfile.TemporaryDirectory() as folder:
+        ca = None
+        if held["certificate"] is not None:
+            ca = Path(folder) / "coordinator.pem"
+            ca.write_text(held["certificate"])
+        client = Client(held["url"], ca=ca, proxy=proxy)
+        answer = client.call("POST", "/v1/enroll", {"token": held["token"]})
+        client.close()
+    made = Enrolment(
+        url=held["url"],
+        facility=str(answer["facility"]),
+        credential=str(answer["credential"]),
+        certificate=held["certificate"],
+    )
+    made.save(home)
+    return made
+
+
+def _open(text: str) -> dict[str, Any]:
+    word = "".join(text.split())
+    try:
+        if not word.startswith(MARK):
+            raise ValueError
+        held = json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK)))
+        if not isinstance(held, dict) or set(held) != {"url", "token", "certificate"}:
+            raise ValueError
+        return held
+    except ValueError:
+        raise ConfigError(
+            f"that is not an invitation: it begins with {MARK} and comes whole; `fedqueue invite` makes one"
+        ) from None

@@ -1,0 +1,271 @@
+"""What an agent and a coordinator say to each other when the agent polls; no numbers but durations cross between them.
+
+Clocks of different machines may disagree by minutes. So a report says how long ago something happened, and an answer
+says in how many seconds a cutoff comes; each side turns that into its own clock once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from fedqueue.checks import at_least, more_than
+from fedqueue.messages import (
+    Assignment,
+    Event,
+    JobEnded,
+    JobFailed,
+    JobRequeued,
+    JobStarted,
+    JobSubmitted,
+    ModelScored,
+    Standing,
+    SubmitRefused,
+    job_id,
+)
+
+PROTOCOL: Final = 1
+"""Goes with every request. A coordinator takes this one and the one before."""
+
+REASON_LENGTH: Final = 500
+MOST_REPORTS: Final = 1000  # in one poll
+MOST_ATTEMPTS: Final = 10_000
+MOST_METRICS: Final = 100
+
+
+def _reason(owner: Any) -> None:
+    if len(owner.reason) > REASON_LENGTH:
+        raise ValueError(f"reason must be {REASON_LENGTH} characters at most, found {len(owner.reason)}")
+
+
+def _job(owner: Any) -> None:
+    at_least(owner, 0, "sequence", "attempt")
+    if owner.attempt > MOST_ATTEMPTS:
+        raise ValueError(f"attempt must be {MOST_ATTEMPTS} at most, found {owner.attempt}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    kind: Literal["submitted"] = "submitted"
+    n: int
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    kind: Literal["refused"] = "refused"
+    n: int
+    sequence: int
+    reason: str
+    transient: bool
+
+    def __post_init__(self) -> None:
+        _reason(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What a job took from the standing work of this number."""
+
+    standing: int
+    cutoff_index: int  # it aims at the standing work's next cutoff plus so many round lengths
+    base_version: int
+    steps: int
+    learning_rate: float
+    train_budget: float
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "standing", "cutoff_index", "base_version", "train_budget")
+        at_least(self, 1, "steps")
+        more_than(self, 0, "learning_rate")
+
+    def assignment(self, posted: Standing | None) -> Assignment:
+        """On the run clock; without the standing work nobody knows which cutoff it aims at."""
+        cutoff = None
+        if posted is not None and posted.version == self.base_version:
+            cutoff = posted.next_cutoff + self.cutoff_index * posted.round_length
+        return Assignment(
+            base_version=self.base_version,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            train_budget=self.train_budget,
+            cutoff=cutoff,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    kind: Literal["started"] = "started"
+    n: int
+    sequence: int
+    attempt: int
+    admission_delay: float
+    ago: float
+    lingered: float = 0.0
+    bound: Bound | None = None
+
+    def __post_init__(self) -> None:
+        _job(self)
+        at_least(self, 0, "admission_delay", "ago", "lingered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeued:
+    kind: Literal["requeued"] = "requeued"
+    n: int
+    sequence: int
+    attempt: int
+    reason: str
+    held_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _job(self)
+        _reason(self)
+        at_least(self, 0, "held_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    kind: Literal["ended"] = "ended"
+    n: int
+    sequence: int
+    attempt: int
+    steps_done: int
+    train_seconds: float
+    held_seconds: float
+
+    def __post_init__(self) -> None:
+        _job(self)
+        at_least(self, 0, "steps_done", "train_seconds", "held_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    kind: Literal["failed"] = "failed"
+    n: int
+    sequence: int
+    attempt: int
+    reason: str
+    transient: bool
+    held_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _job(self)
+        _reason(self)
+        at_least(self, 0, "held_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    kind: Literal["scored"] = "scored"
+    n: int
+    version: int
+    metrics: dict[str, float]
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "version")
+        check_metrics(self.metrics)
+
+
+Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored
+
+
+def check_metrics(metrics: dict[str, float]) -> None:
+    if len(metrics) > MOST_METRICS or any(len(name) > 100 for name in metrics):
+        raise ValueError(f"metrics must be {MOST_METRICS} at most, with names of 100 characters at most")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poll:
+    """What an agent sends."""
+
+    journal: str  # of the agent's home: another one means that the old one was lost
+    session: str  # of the agent's process
+    generation: int  # counts the processes that held the home's lease: an older one is refused
+    host: str = ""
+    poll_seconds: float  # until it asks again
+    standing: int = 0  # number of the standing work that lies at the facility
+    open: list[int] = field(default_factory=list)  # jobs it is busy with
+    reports: list[Report] = field(default_factory=list)
+    leaving: bool = False  # it ends now; another may take its place
+
+    def __post_init__(self) -> None:
+        for name in ("journal", "session"):
+            text = getattr(self, name)
+            if not (8 <= len(text) <= 64 and text.isalnum() and text.isascii()):
+                raise ValueError(f"{name} must be 8 to 64 letters and digits, found {text[:64]!r}")
+        if len(self.host) > 255:
+            raise ValueError("host must be 255 characters at most")
+        at_least(self, 0, "generation", "standing")
+        more_than(self, 0, "poll_seconds")
+        if len(self.reports) > MOST_REPORTS or len(self.open) > MOST_REPORTS:
+            raise ValueError(f"reports must be {MOST_REPORTS} at most in one poll, and open jobs too")
+        numbers = [report.n for report in self.reports]
+        if any(n < 1 for n in numbers) or numbers != sorted(set(numbers)):
+            raise ValueError("reports must be numbered from 1 on, rising")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handin:
+    """What comes with an update whose bytes are all there."""
+
+    base_version: int
+    steps_done: int
+    train_seconds: float
+    admission_delay: float
+    samples: int = 0
+    nodes: int = 1
+    device: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples")
+        at_least(self, 1, "nodes")
+        if len(self.device) > 200:
+            raise ValueError("device must be 200 characters at most")
+        check_metrics(self.metrics)
+
+
+def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing]) -> Event:
+    """The event that a facility's report stands for."""
+    if isinstance(report, Scored):
+        return ModelScored(at=at, version=report.version, metrics=report.metrics)
+    job = job_id(facility, report.sequence)
+    match report:
+        case Submitted():
+            return JobSubmitted(at=at, job_id=job)
+        case Refused():
+            return SubmitRefused(at=at, job_id=job, reason=report.reason, transient=report.transient)
+        case Started():
+            bound = report.bound
+            return JobStarted(
+                at=at,
+                job_id=job,
+                attempt=report.attempt,
+                admission_delay=report.admission_delay,
+                bound=bound.assignment(posts.get(bound.standing)) if bound is not None else None,
+                lingered=report.lingered,
+                ago=report.ago,
+            )
+        case Requeued():
+            return JobRequeued(
+                at=at, job_id=job, attempt=report.attempt, reason=report.reason, held_seconds=report.held_seconds
+            )
+        case Ended():
+            return JobEnded(
+                at=at,
+                job_id=job,
+                attempt=report.attempt,
+                steps_done=report.steps_done,
+                train_seconds=report.train_seconds,
+                held_seconds=report.held_seconds,
+            )
+        case Failed():
+            return JobFailed(
+                at=at,
+                job_id=job,
+                attempt=report.attempt,
+                reason=report.reason,
+                transient=report.transient,
+                held_seconds=report.held_seconds,
+            )

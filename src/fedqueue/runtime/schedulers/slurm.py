@@ -1,0 +1,215 @@
+"""Slurm by its own commands: sbatch, scontrol show job, squeue (to find a job by name), scancel.
+
+Tried against Slurm 22.05. Accounting (sacct) is not needed: a job that Slurm has forgotten is simply absent.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+from collections.abc import Sequence
+
+from fedqueue.runtime.schedulers.base import (
+    JobRequest,
+    JobStatus,
+    Outcome,
+    Phase,
+    SchedulerUnreachableError,
+    SubmitRefusedError,
+    last_line,
+)
+from fedqueue.runtime.schedulers.command import Answer, environment, program, run, user
+from fedqueue.runtime.schedulers.settings import SlurmSettings, clamp_wall
+
+PHASES: dict[str, Phase] = {
+    "PENDING": "waiting",
+    "REQUEUED": "waiting",
+    "REQUEUE_HOLD": "waiting",
+    "REQUEUE_FED": "waiting",
+    "SPECIAL_EXIT": "waiting",
+    "CONFIGURING": "waiting",  # it has its nodes, and they boot
+    "RUNNING": "running",
+    "SUSPENDED": "running",
+    "STOPPED": "running",
+    "SIGNALING": "running",
+    "RESIZING": "running",
+    "STAGE_OUT": "running",
+    "COMPLETING": "running",  # its processes are being ended; how it ended is not said yet
+}
+OUTCOMES: dict[str, Outcome] = {
+    "COMPLETED": "completed",
+    "FAILED": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node_fail",
+    "BOOT_FAIL": "node_fail",
+}
+# Reasons of a waiting job that time does not cure. A limit on what runs at once is not one of them.
+NEVER = re.compile(
+    r"DependencyNeverSatisfied|BadConstraints|Partition(NodeLimit|TimeLimit|Config)|Invalid(Account|QOS)|ReservationDeleted"
+    r"|launch_failed_requeued_held|(Assoc|QOS)Max\w+PerJob\w*|(Assoc|QOS)Grp(?!\w*Run)\w*Minutes\w*"
+    r"|(Assoc|QOS)MaxWallDuration\w*|(Assoc|QOS)GrpWall\w*",
+    re.IGNORECASE,
+)
+UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|connect(ion)? (failure|refused)|communication|timed out|zero bytes"
+    r"|authentication|munge|standby|unable to determine this slurmd|could not establish a configuration source"
+    r"|unable to (establish controller|resolve)|error reading response|connection reset",
+    re.IGNORECASE,
+)
+TRANSIENT = re.compile(
+    r"\w*submit\w*limit|temporarily|try again|too many|queue is full|max(imum)? job count|in progress"
+)
+
+
+class SlurmScheduler:
+    kind = "slurm"
+
+    def __init__(self, settings: SlurmSettings) -> None:
+        self.settings = settings
+
+    def submit(self, request: JobRequest) -> str:
+        answer = self._call("sbatch", *self._options(request), str(request.script))
+        if answer.code != 0:
+            raise refusal(answer)
+        job_id = answer.out.strip().partition(";")[0]  # ID or ID;CLUSTER
+        if not job_id.isdigit():
+            raise SchedulerUnreachableError(f"sbatch: no job id in its answer {last_line(answer.out)!r}")
+        return job_id
+
+    def find(self, name: str) -> str | None:
+        answer = self._ask("squeue", "--noheader", "--states=all", f"--name={name}", f"--user={user()}", "--format=%A")
+        if answer.code != 0:
+            raise SchedulerUnreachableError(f"squeue: {answer.said}")
+        ids = sorted((int(word) for word in answer.out.split() if word.isdigit()), reverse=True)
+        return str(ids[0]) if ids else None
+
+    def poll(self, ids: Sequence[str]) -> dict[str, JobStatus]:
+        found = {}
+        for job_id in ids:  # 6 ms each; `squeue` and `scontrol` of all jobs of a large machine take seconds
+            answer = self._ask("scontrol", "--oneliner", "show", "job", job_id)
+            if answer.code == 0:
+                found[job_id] = read_status(answer.out)
+            elif "Invalid job id" not in answer.err + answer.out:
+                raise SchedulerUnreachableError(f"scontrol: {answer.said}")
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        answer = self._ask("scancel", job_id)
+        gone = re.search(r"invalid job id|already complet|job not found", answer.err, re.IGNORECASE)
+        if answer.code != 0 and not gone:
+            raise SchedulerUnreachableError(f"scancel: {answer.said}")
+
+    def _options(self, request: JobRequest) -> list[str]:
+        settings = self.settings
+        minutes = int(clamp_wall(request.wall_seconds, settings) // 60)
+        output = str(request.output).replace("%", "%%")  # sbatch reads % as the start of a pattern
+        given = {
+            "job-name": request.name,
+            "time": minutes,
+            "output": output,
+            "open-mode": "append",
+            "chdir": request.folder,
+            "dependency": None if request.after is None else f"afterany:{request.after}",
+            "account": settings.account,
+            "partition": settings.partition,
+            "qos": settings.qos,
+            "nodes": settings.nodes,
+            "ntasks-per-node": settings.tasks_per_node,
+            "cpus-per-task": settings.cpus_per_task,
+            "gpus-per-node": settings.gpus_per_node,
+            "mem": settings.memory,
+            "constraint": settings.constraint,
+            "reservation": settings.reservation,
+        }
+        options = [f"--{key}={value}" for key, value in given.items() if value is not None]
+        return ["--parsable", *options, *settings.extra]
+
+    def _ask(self, name: str, *arguments: str) -> Answer:
+        """With times in UTC. Not for sbatch: a job inherits what sbatch has."""
+        return self._call(name, *arguments, TZ="UTC", SLURM_TIME_FORMAT="standard", LC_ALL="C")
+
+    def _call(self, name: str, *arguments: str, **changes: str) -> Answer:
+        env = environment({"SLURM_CONF": self.settings.conf, **changes})
+        return run([program(self.settings.bin, name), *arguments], env, self.settings.timeout_seconds)
+
+
+def refusal(answer: Answer) -> SubmitRefusedError | SchedulerUnreachableError:
+    """What the failure of sbatch means.
+
+    >>> text = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+    >>> refusal(Answer(code=1, out="", err=text)).transient
+    False
+    """
+    lines = [
+        re.sub(r"^(sbatch: )?(error: )?(Batch job submission failed: )?", "", line.strip())
+        for line in answer.err.splitlines()
+        if line.strip()
+    ]
+    reason = "; ".join(dict.fromkeys(lines)) or answer.said  # Slurm says which limit it was a line earlier
+    if UNREACHABLE.search(reason):
+        return SchedulerUnreachableError(f"sbatch: {reason}")
+    return SubmitRefusedError(reason, transient=bool(TRANSIENT.search(reason.lower())))
+
+
+def read_status(line: str) -> JobStatus:
+    """One line of `scontrol --oneliner show job`.
+
+    >>> read_status("JobId=7 JobName=a JobState=PENDING Reason=Priority Dependency=(null) Restarts=1").incarnation
+    1
+    """
+    state = field(line, "JobState") or ""
+    reason = " ".join(word for word in (state, field(line, "Reason")) if word and word != "None")
+    restarts = field(line, "Restarts") or "0"
+    incarnation = int(restarts) if restarts.isdigit() else 0
+    outcome = OUTCOMES.get(state)
+    phase = "ended" if outcome is not None else PHASES.get(state, "unknown")
+    if state == "COMPLETING" and incarnation and field(line, "PreemptEligibleTime") is None:
+        return JobStatus(
+            phase="waiting", reason="REQUEUED", incarnation=incarnation
+        )  # its times are those of neither run
+    nodes = field(line, "NodeList")  # a job that was cancelled while it waited has a StartTime too, but no nodes
+    ran = phase == "running" or (phase == "ended" and nodes is not None)
+    return JobStatus(
+        phase=phase,
+        reason=reason,
+        never_starts=field(line, "Reason") if phase == "waiting" and NEVER.search(reason) else None,
+        eligible_at=epoch(field(line, "EligibleTime")),
+        started_at=epoch(field(line, "StartTime")) if ran else None,  # of a waiting job it is a guess
+        ended_at=epoch(field(line, "EndTime")) if phase == "ended" else None,  # of a running job it is the limit
+        incarnation=incarnation,
+        outcome=outcome,
+        exit_code=exit_code(field(line, "ExitCode")) if ran and phase == "ended" else None,
+    )
+
+
+def field(line: str, key: str) -> str | None:
+    """The value of the first KEY=VALUE; values may hold spaces.
+
+    >>> field("JobId=7 Reason=Nodes required for job are DOWN Dependency=(null)", "Reason")
+    'Nodes required for job are DOWN'
+    """
+    match = re.search(rf"(?:^|\s){key}=(.*?)(?=\s+[A-Za-z][\w/:.-]*=|\s*$)", line, re.DOTALL)
+    value = match[1].strip() if match else ""
+    return None if value in ("", "(null)", "N/A") else value
+
+
+def epoch(text: str | None) -> float | None:
+    """'2026-11-16T05:51:14', UTC."""
+    try:
+        return None if text is None else float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:  # Unknown
+        return None
+
+
+def exit_code(text: str | None) -> int | None:
+    """'CODE:SIGNAL'."""
+    match = re.fullmatch(r"(\d+):(\d+)", text or "")
+    if match is None:
+        return None
+    return 128 + int(match[2]) if int(match[2]) else int(match[1])

@@ -1,0 +1,90 @@
+"""A coordinator's whole life: open the run, serve it, and begin again from the ledger when the disk was full."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue.config import Config
+from fedqueue.engine import Listener
+from fedqueue.errors import RunFolderError, StorageError
+from fedqueue.runtime.access import Access
+from fedqueue.runtime.coordinator import Coordinator
+from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.opening import ensure_ledger, finish
+from fedqueue.runtime.scoring import make_scorer
+from fedqueue.runtime.server import listen, serving
+
+LOCK: Final = ".coordinator.lock"
+ROOM_SECONDS: Final = 2.0
+"""Between two looks whether there is room on the disk again."""
+
+Beside = Callable[[Coordinator, Access, dict[str, Any]], AbstractContextManager[object]]
+"""What runs beside a coordinator while it serves at an address."""
+
+
+def coordinate(
+    config: Config,
+    folder: Path,
+    *,
+    plain: bool,
+    beside: Beside,
+    listeners: Sequence[Listener] = (),
+    say: Callable[[str], None] = lambda line: None,
+    until: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """The summary when the run is over; None: it was told to leave off, and can go on later."""
+    with ExitStack() as stack:
+        stack.enter_context(_alone(folder))
+        listener = listen(config)
+        stack.callback(listener.close)
+        while True:
+            try:
+                ensure_ledger(config, folder)
+                began = time.monotonic()
+                coordinator = Coordinator(
+                    config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say
+                )
+                try:
+                    access = Access(folder)
+                    with (
+                        serving(coordinator, access, listener, plain=plain) as address,
+                        beside(coordinator, access, address),
+                    ):
+                        coordinator.run(until)
+                    if coordinator.books.stopped is None:
+                        return None
+                    failpoint("run.over")
+                    summary = finish(coordinator, time.monotonic() - began)
+                    failpoint("run.finished")
+                    return summary
+                finally:
+                    coordinator.close()
+            except StorageError as error:
+                # What the ledger has is whole. Whatever came after it is asked for again.
+                if until():
+                    raise
+                say(f"{error}; waiting for room")
+                time.sleep(ROOM_SECONDS)
+
+
+class _alone:  # it reads as a word
+    """One coordinator a run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        self._file = (self._folder / LOCK).open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise RunFolderError(f"{self._folder}: a coordinator of this run is at work already") from None
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,97 @@
+"""Serves a coordinator over HTTP: TLS wherever it is not loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from fedqueue.config import Config
+from fedqueue.errors import ConfigError
+from fedqueue.runs import write_json
+from fedqueue.runtime.access import Access
+from fedqueue.runtime.api import Api
+from fedqueue.runtime.certificate import make_certificate
+from fedqueue.runtime.coordinator import Coordinator
+from fedqueue.runtime.link import is_loopback
+
+ADDRESS = "address.json"
+"""In the run folder: where the coordinator listens, for commands on the same machine."""
+
+
+@contextlib.contextmanager
+def serving(
+    coordinator: Coordinator, access: Access, listener: socket.socket, *, plain: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Answers requests in a thread of its own; gives the address. `plain`: no TLS, which only loopback allows."""
+    config, folder = coordinator.config, coordinator.folder
+    host, port = listener.getsockname()[:2]
+    loopback = is_loopback(config.server.host)
+    if plain and not loopback:
+        raise ConfigError(f"server.host: plain HTTP on {config.server.host} is refused; use loopback, or TLS")
+    certificate, key = _certificate(config, folder) if not plain else (None, None)
+    called = config.server.names[0] if config.server.names else (host if loopback else socket.gethostname())
+    url = f"{'http' if plain else 'https'}://{f'[{called}]' if ':' in called else called}:{port}"
+    own = certificate is not None and config.server.certificate is None
+    address = {"url": url, "certificate": certificate.read_text() if own and certificate else None}
+    api = Api(coordinator, access, lambda: address)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            api.app,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            loop="asyncio",
+            http="auto",
+            server_header=False,
+            date_header=False,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+    )
+    sockets = [listener.dup()]  # the server closes what it is given
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="http", daemon=True)
+    thread.start()
+    local = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # for commands on this machine
+    write_json(folder / ADDRESS, {**address, "local": local, "port": port})
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        api.desk.close()
+
+
+def listen(config: Config) -> socket.socket:
+    """The address is taken before anything else begins: two coordinators of one run cannot both have it."""
+    family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.server.host, config.server.port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        place = f"{config.server.host}:{config.server.port}"
+        raise ConfigError(f"server.port: cannot listen on {place}: {error.strerror}; choose another") from None
+    return listener
+
+
+def _certificate(config: Config, folder: Path) -> tuple[Path, Path]:
+    server = config.server
+    if server.certificate is None or server.key is None:
+        return make_certificate(folder, [*server.names, server.host])
+    home = Path(config.folder)
+    paths = home / server.certificate, home / server.key
+    for path, key in zip(paths, ("certificate", "key"), strict=True):
+        if not path.is_file():
+            raise ConfigError(f"server.{key}: {path} is not a file")
+    return paths

@@ -1,0 +1,95 @@
+"""The models and the standing work that lie at a facility, where its jobs can read them without a network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.runs import write_json
+from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.transport import Client
+
+DRIFT_SECONDS: Final = 0.25
+"""A posted cutoff that has moved by more (the run was paused, the coordinator was down) is written anew."""
+
+
+class Shelf:
+    def __init__(self, home: Path, client: Client) -> None:
+        self.home = home
+        self._models = home / "models"
+        self._models.mkdir(exist_ok=True)
+        self.standing_path = home / "standing.json"
+        self.standing_number = 0
+        self._written: dict[str, Any] | None = None
+        self._wanted: dict[str, Any] | None = None
+        self._client = client
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
+        self._fetching: dict[Path, Future[str]] = {}
+
+    def close(self) -> None:
+        self._fetcher.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._fetching)
+
+    def path(self, model: Mapping[str, Any]) -> Path:
+        return self._models / f"v{int(model['version'])}-{str(model['sha256'])[:12]}.safetensors"
+
+    def want(self, standing: Mapping[str, Any] | None, received_at: float) -> None:
+        """The newest standing work; it is laid out once its model is here."""
+        if standing is not None:
+            fields = {key: value for key, value in standing.items() if key not in ("next_cutoff_in", "model")}
+            path = self.path(standing["model"])
+            cutoff = received_at + float(standing["next_cutoff_in"])
+            self._wanted = {**fields, "next_cutoff": cutoff, "model": str(path)}
+            if self._fetch(standing["model"]):
+                self._lay_out()
+
+    def keep(self, models: Sequence[Mapping[str, Any]]) -> None:
+        """Fetch the models of these orders; of the others, drop all but the one that standing work names."""
+        for model in models:
+            self._fetch(model)
+        needed = {self.path(model) for model in models}
+        for standing in (self._wanted, self._written):
+            if standing is not None:
+                needed.add(Path(standing["model"]))
+        for path in self._models.glob("v*.safetensors"):
+            # A job may have read the standing work just before it changed: a model stays for a while.
+            if path not in needed and time.time() - path.stat().st_mtime > 60.0 and path not in self._fetching:
+                path.unlink(missing_ok=True)
+
+    def _lay_out(self) -> None:
+        wanted, written = self._wanted, self._written
+        assert wanted is not None
+        same = written is not None and {**wanted, "next_cutoff": 0.0} == {**written, "next_cutoff": 0.0}
+        if same and written is not None and abs(wanted["next_cutoff"] - written["next_cutoff"]) < DRIFT_SECONDS:
+            return
+        write_json(self.standing_path, wanted)
+        failpoint("agent.posted")
+        self._written, self.standing_number = wanted, int(wanted["number"])
+
+    def _fetch(self, model: Mapping[str, Any]) -> bool:
+        """Whether it is here; begins to fetch it if not."""
+        path = self.path(model)
+        future = self._fetching.get(path)
+        if future is not None:
+            if not future.done():
+                return False
+            del self._fetching[path]
+            failpoint("agent.fetched")
+            error = future.exception()
+            if error is not None and not isinstance(error, FedQueueError):
+                raise error
+            if isinstance(error, StorageError):
+                raise error
+        if path.exists():
+            return True
+        self._fetching[path] = self._fetcher.submit(
+            self._client.download, int(model["version"]), path, str(model["sha256"])
+        )
+        return False

@@ -1,0 +1,372 @@
+"""Models as safetensors files, far larger than memory: checked, summed and picked apart as they stream past.
+
+Only numpy is needed, never torch: the coordinator and the agent use this. Files are read with positioned reads into
+buffers that are used again, so a model of any size costs a few MiB of memory; the page cache does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO, Final, Self
+
+import numpy as np
+
+from fedqueue.errors import StorageError
+from fedqueue.tensorheader import (
+    CODES,
+    HEADER_LIMIT,
+    NUMBERS,
+    REAL,
+    Buffer,
+    Entry,
+    Header,
+    Kind,
+    Number,
+    TensorFileError,
+    encode_header,
+    fill,
+    opened,
+    parse_header,
+    read_header,
+)
+from fedqueue.weigh import model_factors
+
+__all__ = [
+    "Description",
+    "FileContribution",
+    "Header",
+    "Kind",
+    "TensorFileError",
+    "aggregate",
+    "check",
+    "describe",
+    "misfit_of_kinds",
+    "not_finite",
+    "read_header",
+    "select",
+    "write",
+]
+
+CHUNK_VALUES = 1 << 18
+"""Values summed at a time: 1 MiB of float32."""
+CHUNK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileContribution:
+    """One update as it enters an aggregation."""
+
+    weight: float
+    """What the strategy gave it, discount and normalisation included (no unit)."""
+    trained: Path
+    """The model after the facility's steps."""
+    base: Path
+    """The model those steps started from."""
+    base_key: Hashable
+    """The same for all updates from the same base, such as its version: it is then read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    tensors: int
+    parameters: int
+    bytes: int
+
+
+def describe(path: Path) -> Description:
+    header = read_header(path)
+    return Description(len(header.entries), sum(e.values for e in header.entries.values()), header.bytes)
+
+
+def misfit_of_kinds(update: Mapping[str, Kind], like: Mapping[str, Kind]) -> str | None:
+    """Why tensors of these names, shapes and types cannot stand beside those of `like`; None when they can.
+
+    Real numbers may come in another precision (bfloat16 for a float32 model).
+    """
+    if missing := [name for name in like if name not in update]:
+        return f"tensor {_first(missing)} is missing"
+    if unexpected := [name for name in update if name not in like]:
+        return f"tensor {_first(unexpected)} is unexpected"
+    for name, found in update.items():
+        expected = like[name]
+        if found.shape != expected.shape:
+            return f"tensor {name!r} has shape {found.shape}, expected {expected.shape}"
+        if found.type != expected.type and not {found.type, expected.type} <= REAL:
+            return f"tensor {name!r} has type {found.type}, expected {expected.type}"
+    return None
+
+
+def not_finite(name: str, bad: int, values: int) -> str:
+    return f"tensor {name!r} has {bad:,} of {values:,} values that are not finite"
+
+
+def check(path: Path, like: Path, *, sha256: str | None = None) -> str | None:
+    """Why the update in `path` cannot stand beside the model `like`, in one line; None when it can.
+
+    One pass over the file. A wrong sha256 comes before all else: then the bytes are not those that were meant.
+    """
+    expected = read_header(like)
+    with opened(path) as file:
+        header: Header | None = None
+        try:
+            # The same tensors need about as much header; a huge one is not even parsed.
+            header = parse_header(path, file, min(HEADER_LIMIT, 4 * expected.length + (64 << 10)))
+            reason = misfit_of_kinds(header.kinds(), expected.kinds())
+        except TensorFileError as error:
+            reason = error.reason
+        if reason is not None and sha256 is None:
+            return reason
+        entries = list(header.entries.values()) if header is not None and reason is None else []
+        digest, bad = _pass_over(path, file, entries)
+    if sha256 is not None and digest != sha256:
+        return f"its sha256 is {digest}, expected {sha256}"
+    return reason or bad
+
+
+def _pass_over(path: Path, file: int, entries: Sequence[Entry]) -> tuple[str, str | None]:
+    """The sha256 of the whole file, and the first of these tensors (in file order) that is not finite."""
+    digest, size, reason = hashlib.sha256(), os.fstat(file).st_size, None
+    buffer, scratch = np.empty(CHUNK_BYTES, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
+
+    def pieces(begin: int, end: int) -> Iterator[Buffer]:
+        for place in range(begin, end, CHUNK_BYTES):
+            piece = buffer[: min(CHUNK_BYTES, end - place)]
+            fill(path, file, piece, place)
+            digest.update(piece.data)
+            yield piece
+
+    place = 0
+    for entry in entries:
+        for _ in pieces(place, entry.begin):
+            pass
+        bad = sum(_count_not_finite(piece, entry.number, scratch) for piece in pieces(entry.begin, entry.end))
+        if bad and reason is None:
+            reason = not_finite(entry.name, bad, entry.values)
+        place = entry.end
+    for _ in pieces(place, size):
+        pass
+    return digest.hexdigest(), reason
+
+
+def _count_not_finite(piece: Buffer, number: Number, scratch: Buffer) -> int:
+    """How many values in these bytes are NaN or infinite."""
+    if not number.bits or not len(piece):
+        return 0
+    bits = piece.view(number.bits)
+    exponent = np.bitwise_and(bits, bits.dtype.type(number.exponent), out=scratch[: piece.nbytes].view(number.bits))
+    if int(exponent.max()) != number.exponent:
+        return 0
+    bad = exponent == number.exponent
+    return int(np.count_nonzero(bad.reshape(-1, number.size // bits.itemsize).any(axis=1)))
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"
+
+
+# Summing -------------------------------------------------------------------------------------------------------------
+
+
+def aggregate(current: Path, contributions: Sequence[FileContribution], rule: str, out: Path) -> str:
+    """Writes the next model to `out`, whole or not at all, and returns its sha256.
+
+    `contributions` are ordered oldest to newest and have passed `check`. The rules are those of `model_factors`; the
+    arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the current model's type
+    and are summed in single precision (double for float64); integer and bool tensors come from the newest contribution.
+    """
+    # A base that is the current model joins its term; several updates from one base share one pass over it.
+    now = ("current",)
+    fresh = {c.base_key for c in contributions if c.base.resolve() == current.resolve()}
+    paths: dict[Hashable, Path] = {now: current}
+    shares: list[tuple[float, Hashable, Hashable]] = []
+    for c in contributions:
+        base: Hashable = now if c.base_key in fresh else ("base", c.base_key)
+        trained: Hashable = ("trained", c.trained)
+        paths |= {base: c.base, trained: c.trained}
+        shares.append((c.weight, trained, base))
+    factors = model_factors(now, shares, rule)
+    with ExitStack() as stack:
+        like = _Source.open(stack, current)
+        terms = [
+            (like if key == now else _Source.open(stack, paths[key], like), factor) for key, factor in factors.items()
+        ]
+        newest = _Source.open(stack, contributions[-1].trained, like) if contributions else like
+        entries = list(like.header.entries.values())
+        target = stack.enter_context(_Target.create(out))
+        target.put(encode_header(entries, like.header.metadata))
+        summing = _Summing(out, target)
+        for entry in entries:
+            if entry.number.bits:
+                summing.add_up(entry, terms)
+            else:
+                summing.copy(newest, newest.header.entries[entry.name])
+        return target.finish()
+
+
+def select(path: Path, out: Path, patterns: Sequence[str]) -> str:
+    """Writes only the tensors whose names match one of the shell patterns (adapters, say); returns the sha256."""
+    with ExitStack() as stack:
+        source = _Source.open(stack, path)
+        entries = [e for e in source.header.entries.values() if any(fnmatchcase(e.name, p) for p in patterns)]
+        if not entries:
+            raise TensorFileError(path, f"no tensor's name matches {' or '.join(map(repr, patterns))}")
+        target = stack.enter_context(_Target.create(out))
+        target.put(encode_header(entries, source.header.metadata))
+        copying = _Summing(out, target)
+        for entry in entries:
+            copying.copy(source, entry)
+        return target.finish()
+
+
+def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None) -> str:
+    """Writes numpy arrays as a model, whole or not at all; returns the sha256."""
+    entries = []
+    for name, array in tensors.items():
+        if (code := CODES.get(array.dtype.name)) is None:
+            raise TensorFileError(path, f"tensor {name!r} has type {array.dtype.name}, which the format does not know")
+        entries.append(Entry(name, code, array.shape, 0, array.nbytes))
+    # The widest first, so that every tensor lies at a multiple of its own size.
+    entries.sort(key=lambda entry: (-entry.number.size, entry.name))
+    with _Target.create(path) as target:
+        target.put(encode_header(entries, metadata or {}))
+        for entry in entries:
+            array = tensors[entry.name]
+            flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+            target.put(flat.data)
+        return target.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    path: Path
+    file: int
+    header: Header
+
+    @classmethod
+    def open(cls, stack: ExitStack, path: Path, like: Self | None = None) -> Self:
+        """`stack` closes it. It must have the tensors of `like`."""
+        file = stack.enter_context(opened(path))
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        header = parse_header(path, file, HEADER_LIMIT)
+        if like is not None and (reason := misfit_of_kinds(header.kinds(), like.header.kinds())):
+            raise TensorFileError(path, reason)
+        return cls(path, file, header)
+
+
+class _Target:
+    """A file that appears under its name only when it is whole and on disk."""
+
+    def __init__(self, path: Path, beside: Path, file: BinaryIO) -> None:
+        self._path, self._beside, self._file = path, beside, file
+        self._digest = hashlib.sha256()
+
+    @classmethod
+    @contextmanager
+    def create(cls, path: Path) -> Iterator[Self]:
+        beside = path.with_name(path.name + ".part")
+        try:
+            with beside.open("wb", buffering=CHUNK_BYTES) as file:
+                yield cls(path, beside, file)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then run again") from None
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+    def put(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+    def finish(self) -> str:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._beside.replace(self._path)
+        with opened(self._path.parent) as folder:
+            os.fsync(folder)
+        return self._digest.hexdigest()
+
+
+class _Summing:
+    """The buffers of one aggregation, and what is done in them."""
+
+    def __init__(self, path: Path, target: _Target) -> None:
+        self._path, self._target = path, target
+        self._raw = np.empty(max(CHUNK_BYTES, CHUNK_VALUES * 8), np.uint8)
+        self._total, self._share = np.empty_like(self._raw), np.empty_like(self._raw)
+
+    def copy(self, source: _Source, entry: Entry) -> None:
+        for place in range(entry.begin, entry.end, CHUNK_BYTES):
+            piece = self._raw[: min(CHUNK_BYTES, entry.end - place)]
+            fill(source.path, source.file, piece, place)
+            self._target.put(piece.data)
+
+    def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]]) -> None:
+        """Writes the sum of tensor * factor in the type of `entry`."""
+        precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
+        parts = 2 if entry.code == "C64" else 1  # a complex number is two real ones
+        count = entry.values * parts
+        for start in range(0, count, CHUNK_VALUES):
+            length = min(CHUNK_VALUES, count - start)
+            total = self._total[: length * precision.itemsize].view(precision)
+            share = self._share[: length * precision.itemsize].view(precision)
+            with np.errstate(all="ignore"):  # what overflows is found below
+                for number, (source, factor) in enumerate(terms):
+                    place = source.header.entries[entry.name]
+                    size = place.number.size // parts
+                    raw = self._raw[: length * size]
+                    fill(source.path, source.file, raw, place.begin + start * size)
+                    # Product and sum are rounded one by one, as torch does it in `fedqueue.aggregate`.
+                    np.multiply(_widened(raw, place.code, share), precision.type(factor), out=share)
+                    if number == 0:
+                        total[:] = share
+                    else:
+                        total += share
+                rounded = self._rounded(total, entry.code)
+            self._must_be_finite(entry, total, NUMBERS["F64" if entry.code == "F64" else "F32"])
+            if rounded is not total:
+                self._must_be_finite(entry, rounded, entry.number)
+            self._target.put(rounded.view(np.uint8).data)
+
+    def _rounded(self, total: Buffer, code: str) -> Buffer:
+        """`total` to the nearest number of that type, the even one of two; in the buffer of the terms read."""
+        if code == "F16":
+            half = self._raw[: 2 * len(total)].view("<f2")
+            half[:] = total
+            return half
+        if code == "BF16":
+            bits, step = total.view("<u4"), self._share[: total.nbytes].view("<u4")
+            np.right_shift(bits, 16, out=step)
+            step &= 1
+            step += 0x7FFF
+            step += bits
+            step >>= 16
+            half = self._raw[: 2 * len(total)].view("<u2")
+            half[:] = step
+            return half
+        return total
+
+    def _must_be_finite(self, entry: Entry, values: Buffer, number: Number) -> None:
+        if _count_not_finite(values.view(np.uint8), number, self._share):
+            raise TensorFileError(self._path, f"tensor {entry.name!r} is not finite once summed as {entry.number.name}")
+
+
+def _widened(raw: Buffer, code: str, out: Buffer) -> Buffer:
+    """These bytes as numbers of `out`'s type, in `out` unless they are so already."""
+    if code == "BF16":
+        wide = out.view("<u4") if out.itemsize == 4 else np.empty(len(raw) // 2, "<u4")
+        np.left_shift(raw.view("<u2"), 16, out=wide, dtype="<u4")
+        if out.itemsize != 4:
+            out[:] = wide.view("<f4")
+        return out
+    values = raw.view({"F16": "<f2", "F64": "<f8"}.get(code, "<f4"))
+    if values.dtype == out.dtype:
+        return values
+    out[:] = values
+    return out
