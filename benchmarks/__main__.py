@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, simulator, transfer
+from benchmarks import aggregation, load, simulator, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
     args = parser.parse_args()
     figures = []
-    for part in (simulator, aggregation, transfer):
+    for part in (simulator, aggregation, transfer, load):
         for figure in part.measure():
             figures.append(figure)
             mark = {True: "ok", False: "MISSED", None: ""}[figure.met]

@@ -46,7 +46,9 @@ class Served:
     process: subprocess.Popen[bytes] = field(init=False)
     address: dict[str, Any] = field(init=False)
     credentials: dict[str, str] = field(default_factory=dict)
+    agents: dict[str, Facility] = field(default_factory=dict)  # one for each facility: a second one is turned away
     spoken: list[str] = field(default_factory=list)  # every secret that was handed out
+    _operator: Client | None = None
 
     def start(self, config: Path | None = None) -> None:
         """With a config: begin; without: go on."""
@@ -63,6 +65,7 @@ class Served:
             )
         wait_for(self._listens, 60.0, "a coordinator that listens", self.said, every=0.02)
         self.address = json.loads((self.folder / ADDRESS).read_text())
+        self._operator = None
 
     def _listens(self) -> bool:
         assert self.process.poll() is None, self.said()
@@ -104,7 +107,9 @@ class Served:
         return self.client(None)
 
     def operator(self) -> Client:
-        return self.client(self.operator_secret)
+        if self._operator is None:
+            self._operator = self.client(self.operator_secret)
+        return self._operator
 
     def invite(self, name: str) -> str:
         token = str(self.operator().call("POST", f"/v1/facilities/{name}/invite")["token"])
@@ -121,7 +126,9 @@ class Served:
         return self.operator().call("GET", "/v1/status")
 
     def facility(self, name: str) -> Facility:
-        return Facility(self, name, self.client(self.credentials.get(name) or self.enrol(name)))
+        if name not in self.agents:
+            self.agents[name] = Facility(self, name, self.client(self.credentials.get(name) or self.enrol(name)))
+        return self.agents[name]
 
     def replays(self) -> int:
         """Events in the ledger, which gives the same commands when it is read again."""
@@ -143,6 +150,7 @@ class Facility:
     journal: str = field(default_factory=lambda: secrets.token_hex(8))
     session: str = field(default_factory=lambda: secrets.token_hex(8))
     n: int = 0
+    taken: int | None = None  # the newest order
 
     def poll(self, *reports: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         """Reports are numbered on from the last ones that were taken."""
@@ -159,16 +167,20 @@ class Facility:
         self.n = int(answer["received"])
         return answer
 
-    def order(self, **changes: Any) -> dict[str, Any]:
-        """The first order that waits for this facility, taken to its scheduler."""
+    def order(self) -> dict[str, Any]:
+        """An order, taken to its scheduler; what it had before has failed."""
         found: list[dict[str, Any]] = []
 
         def there() -> bool:
-            found.extend(self.poll(**changes)["orders"])
+            self.served.operator().call("POST", f"/v1/facilities/{self.name}/join")
+            found.extend(self.poll()["orders"])
             return bool(found)
 
-        wait_for(there, 20.0, f"an order for {self.name}", self.served.said, every=0.05)
-        self.poll({"kind": "submitted", "sequence": found[0]["sequence"]})
+        if self.taken is not None:
+            self.poll(failed(self.taken))
+        wait_for(there, 20.0, f"an order for {self.name}", every=0.05)
+        self.taken = int(found[0]["sequence"])
+        self.poll({"kind": "submitted", "sequence": self.taken})
         return found[0]
 
     def running(self) -> dict[str, Any]:

@@ -122,6 +122,13 @@ def test_state_that_slurm_invents_tomorrow_is_unknown() -> None:
 def test_reason_that_time_does_not_cure_never_starts(reason: str, never: bool) -> None:
     line = f"JobId=7 JobName=a JobState=PENDING Reason={reason} Dependency=(null) Restarts=0"
     assert read_slurm(line).never_starts == (reason if never else None)
+    assert not read_slurm(line).bad_luck
+
+
+def test_job_that_slurm_could_not_launch_waits_in_vain_by_bad_luck() -> None:
+    line = "JobId=7 JobName=a JobState=PENDING Reason=launch_failed_requeued_held Dependency=(null) Restarts=1"
+    status = read_slurm(line)
+    assert (status.never_starts, status.bad_luck, status.name) == ("launch_failed_requeued_held", True, "a")
 
 
 def test_call_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

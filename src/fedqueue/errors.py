@@ -7,6 +7,12 @@
     ├── RunFolderError                   5   a run folder exists already, is missing, or is not one: name another
     ├── StorageError                     6   the disk is full or not writable: make room, then run again
     ├── ReplayError                      7   a replay gave other commands than the ledger holds: a bug, or another build
+    ├── TransportError                       between an agent and its coordinator (runtime/transport.py)
+    │   ├── CoordinatorUnreachableError  8   the network, or a coordinator that is down: it is tried again
+    │   └── CoordinatorRefusedError      9   the coordinator said no: the message says why
+    ├── LeaseError                      10   another agent works for this facility: stop that one (runtime/journal.py)
+    ├── TensorFileError                 11   a model or an update is not as it must be (tensorheader.py)
+    ├── SchedulerError                   1   a facility's scheduler said no, or did not answer (runtime/schedulers)
     └── ProtocolError                   70   ours: a message or a command that must not exist; please report it
 
 Each message is one line that says what is wrong, where, and what to do.

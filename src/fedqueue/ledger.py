@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ class Ledger:
             LedgerReader(path).close()  # it is one, and of our format
         self._path = path
         self._durable = durable
+        self._together = False
         self._events: list[tuple[int, float, str, str | None, str, str | None]] = []
         self._commands: list[tuple[int, int, str, str | None, str]] = []
         self.origin: str | None = None
@@ -67,11 +69,23 @@ class Ledger:
         self._events.append((seq, event.at, type(event).__name__, _job_of(event), encode(event), origin))
         for place, command in enumerate(commands):
             self._commands.append((seq, place, type(command).__name__, _job_of(command), encode(command)))
-        if self._durable or len(self._events) >= BATCH:
+        if (self._durable and not self._together) or len(self._events) >= BATCH:
+            self.flush()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is told inside goes to the disk in one transaction, at the end."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
             self.flush()
 
     def flush(self) -> None:
         """Write what is held, in one transaction."""
+        if not self._events:
+            return
         try:
             self._db.execute("BEGIN")
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", self._events)
@@ -106,6 +120,13 @@ class Ledger:
 
     def abandon(self) -> None:
         """Close without writing what is held: what is on the disk stays."""
+        self._db.close()
+
+    def seal(self) -> None:
+        """Close the ledger of a run that is over: from now on it is one plain file."""
+        self.flush()
+        with suppress(sqlite3.Error):  # somebody reads it: it stays as it is
+            self._db.execute("PRAGMA journal_mode = DELETE")
         self._db.close()
 
 

@@ -61,7 +61,7 @@ REAL: Final = frozenset({"float16", "bfloat16", "float32", "float64"})
 class TensorFileError(FedQueueError):
     """A model file that is damaged, does not fit, or cannot be made; `reason` is the message without the path."""
 
-    exit_code = 10
+    exit_code = 11
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")

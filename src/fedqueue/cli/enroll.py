@@ -13,6 +13,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+from fedqueue.cli.operate import SaidNoError
 from fedqueue.errors import ConfigError, RunFolderError
 
 HELP = "make this facility part of a run"
@@ -29,10 +30,14 @@ def run(args: argparse.Namespace) -> int:
         return _init(args.config)
     from fedqueue.runtime.agent_settings import home_of, load_agent
     from fedqueue.runtime.enrolment import enrol
+    from fedqueue.runtime.transport import CoordinatorRefusedError
 
     config = load_agent(args.config)
     home = home_of(config, args.config)
-    made = enrol(_invitation(args.invitation), home, config.agent.proxy)
+    try:
+        made = enrol(_invitation(args.invitation), home, config.agent.proxy)
+    except CoordinatorRefusedError as error:
+        raise SaidNoError(error.reason) from None
     print(f"enrolled as {made.facility} with {made.url}")
     print(f"start the agent: fedqueue agent {args.config}")
     return 0

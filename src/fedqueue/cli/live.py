@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from fedqueue.messages import (
     Record,
     RunPaused,
     RunResumed,
+    RunStarted,
     StopRun,
     SubmitJob,
     SubmitRefused,
@@ -58,9 +60,11 @@ class _Line:
 class Screen:
     """Told every event; shows what a person wants to know."""
 
-    def __init__(self, config: Config, *, quiet: bool) -> None:
+    def __init__(self, config: Config, *, quiet: bool, served: bool = False) -> None:
         self._config = config
         self._quiet = quiet
+        self._stamps = served  # its lines are a log of days
+        self.past = served  # what it is told now happened before this process: it is counted, and not said again
         self._lines = {facility.name: _Line() for facility in config.facility}
         self._said: list[str] = []
         self._at = 0.0
@@ -77,8 +81,12 @@ class Screen:
     def say(self, line: str) -> None:
         with self._lock:
             self._said = [*self._said, line][-KEPT_LINES:]
+        self._print(line)
+
+    def _print(self, line: str) -> None:
         if not self._quiet and not self.fancy:
-            print(line, file=sys.stderr, flush=True)
+            when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S  ") if self._stamps else ""
+            print(f"{when}{line}", file=sys.stderr, flush=True)
 
     def listen(self, event: Event, commands: Sequence[Command]) -> None:
         with self._lock:
@@ -91,8 +99,12 @@ class Screen:
                     self._aggregated += 1
                 elif isinstance(command, StopRun):
                     self._ended = command.reason
-        if isinstance(event, ModelReady | ModelScored) and not self.fancy and not self._quiet:
-            print(self._head(), file=sys.stderr, flush=True)
+        if self.past:
+            return
+        for line in news(event, commands):
+            self.say(line)
+        if isinstance(event, ModelReady | ModelScored):
+            self._print(self._head())
 
     def _now(self, facility: str, doing: str) -> _Line:
         line = self._lines[facility]
@@ -155,9 +167,40 @@ class Screen:
             return Group(Text(self._head(), style="bold"), table, *said)
 
 
+def news(event: Event, commands: Sequence[Command]) -> Iterator[str]:
+    """What a person would want to be told, in a line each."""
+    match event:
+        case RunStarted():
+            yield "the run begins"
+        case RunPaused():
+            yield "paused"
+        case RunResumed():
+            yield "goes on after the pause"
+        case FacilityDrained(facility=name):
+            yield f"{name} is drained: it gets no new job"
+        case JobFailed(job_id=job, reason=reason):
+            yield f"{job} failed: {reason}"
+        case SubmitRefused(job_id=job, reason=reason):
+            yield f"{job} was refused by its scheduler: {reason}"
+        case UpdateRejected(job_id=job, reason=reason):
+            yield f"the update of {job} was rejected: {reason}"
+        case JobRequeued(job_id=job, reason=reason):
+            yield f"{job} waits again: {reason}"
+    for command in commands:
+        if isinstance(command, StopRun):
+            yield f"the run is over: {command.reason}; jobs that are out are ended"
+        elif isinstance(command, Record) and command.kind == "rejoined":
+            yield f"{command.facts['facility']} gets work again"
+        elif isinstance(command, Record) and command.kind == "suspended":
+            until = command.facts["until"]
+            when = "until `fedqueue join` says so" if until is None else f"until {until:.0f} s on the run clock"
+            yield f"{command.facts['facility']} gets no work {when}"
+
+
 @contextmanager
-def following(config: Config, *, quiet: bool) -> Iterator[Screen]:
-    screen = Screen(config, quiet=quiet)
+def following(config: Config, *, quiet: bool, served: bool = False) -> Iterator[Screen]:
+    """`served`: it says nothing of what happened until its `past` is set to False."""
+    screen = Screen(config, quiet=quiet, served=served)
     if screen.fancy:
         with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
             yield screen

@@ -7,9 +7,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fedqueue.cli import terminal
-from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.errors import ConfigError, FedQueueError, RunFolderError
+
+
+class SaidNoError(FedQueueError):
+    """The coordinator's own words, without the address that nobody asked about."""
+
+    exit_code = 9
 
 
 class Verb:
@@ -39,20 +46,27 @@ class Verb:
 
 def ask(folder: Path, method: str, path: str) -> dict[str, Any]:
     """Ask the run's coordinator, as its operator."""
+    from fedqueue.runs import SUMMARY
     from fedqueue.runtime.access import OPERATOR_FILE
     from fedqueue.runtime.server import ADDRESS
-    from fedqueue.runtime.transport import Client
+    from fedqueue.runtime.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
 
     try:
         address = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
         credential = (folder / OPERATOR_FILE).read_text(encoding="utf-8")
     except OSError:
         raise RunFolderError(f"{folder}: is not the folder of a real run that was ever served") from None
-    ca = folder / "certificate.pem" if address["certificate"] is not None else None
-    scheme = address["url"].partition(":")[0]
-    client = Client(f"{scheme}://{address['local']}:{address['port']}", credential=credential, ca=ca)
+    ca = Path(address["ca"]) if address["ca"] is not None else None
+    client = Client(address["local"], credential=credential, ca=ca)
     try:
         return client.call(method, path)
+    except CoordinatorRefusedError as error:
+        raise SaidNoError(error.reason) from None
+    except CoordinatorUnreachableError as error:
+        if (folder / SUMMARY).exists():
+            raise RunFolderError(f"{folder}: the run is over; `fedqueue report {folder}` shows it") from None
+        said = f"its coordinator does not answer; `fedqueue serve {folder}` goes on with the run"
+        raise CoordinatorUnreachableError(f"{folder}: {said} ({error})") from None
     finally:
         client.close()
 
@@ -68,7 +82,7 @@ def _tell(word: str) -> Callable[[argparse.Namespace], int]:
 
 def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
-        answer = ask(args.folder, "POST", f"/v1/facilities/{args.facility}/{word}")
+        answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/{word}")
         if word == "revoke" and not answer["had"]:
             raise ConfigError(f"{args.facility} had neither a credential nor an invitation")
         said = {"drain": "gets no new job; what it has finishes", "join": "may have work", "revoke": "is shut out"}
@@ -82,7 +96,7 @@ def _invite(args: argparse.Namespace) -> int:
     from fedqueue.runtime.access import write_secret
     from fedqueue.runtime.enrolment import invitation
 
-    answer = ask(args.folder, "POST", f"/v1/facilities/{args.facility}/invite")
+    answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
     text = invitation(answer["url"], answer["token"], answer["certificate"])
     if args.out is not None:
         write_secret(args.out, text + "\n")

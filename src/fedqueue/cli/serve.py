@@ -47,12 +47,15 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: Any, folder: Path, *, plain: bool) -> int:
     from fedqueue.runtime.serve import coordinate
 
-    with live.following(config, quiet=False) as screen, common.until_interrupted() as interrupted:
+    with live.following(config, quiet=False, served=True) as screen, common.until_interrupted() as interrupted:
 
         @contextmanager
         def beside(coordinator: Any, access: Any, address: dict[str, Any]) -> Iterator[None]:
+            screen.past = False  # its ledger is read
             screen.say(f"run folder: {folder}")
             screen.say(f"listening at {address['url']}")
+            if coordinator.books.events and coordinator.books.stopped is None:
+                screen.say(f"goes on from model {coordinator.books.newest} at {coordinator.now:.0f} s on the run clock")
             enrolled = access.enrolled()
             for name in coordinator.names:
                 if name not in enrolled:

@@ -22,7 +22,8 @@ OPERATOR_FILE: Final = "operator"
 TOKEN_SECONDS: Final = 7 * 24 * 3600.0
 """How long an invitation may be used."""
 
-OPERATOR: Final = "operator"
+OPERATOR: Final = "/operator"
+"""Who the operator is among the holders of credentials; no facility can be called that."""
 
 
 def write_secret(path: Path, text: str) -> None:

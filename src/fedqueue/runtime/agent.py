@@ -40,6 +40,7 @@ DISAGREE_SECONDS: Final = 60.0
 """Scheduler and job may differ about the start by so much; beyond it the job's own stamp counts."""
 
 LEAST_LEASE: Final = 120.0  # seconds
+GOODBYE_SECONDS: Final = 5.0
 
 
 class UpdateGoneError(FedQueueError):
@@ -77,7 +78,6 @@ class Agent:
         self._moving: dict[int, Future[dict[str, Any]]] = {}  # hand-ins, by sequence number
         self._not_before: dict[int, float] = {}  # monotonic: hand-ins that failed wait a little
         self._troubles: dict[str, str] = {}
-        self.over: str | None = None
 
     # Life -----------------------------------------------------------------------------------------------
 
@@ -117,12 +117,24 @@ class Agent:
         self._mover.shutdown(wait=True, cancel_futures=True)
         self._shelf.close()
         try:
-            self._client.call("POST", "/v1/poll", self._poll_body([], leaving=True))
-        except FedQueueError:
-            pass
+            self._say_goodbye()
         finally:
             self._notes.close()
             self._lease.release()
+
+    def _say_goodbye(self) -> None:
+        """Once; at the end of the run for a while, because a coordinator that was killed just now waits for it."""
+        until = time.monotonic() + (GOODBYE_SECONDS if self.over is not None else 0.0)
+        while True:
+            try:
+                self._client.call("POST", "/v1/poll", self._poll_body([], leaving=True))
+                return
+            except CoordinatorUnreachableError:
+                if time.monotonic() >= until:
+                    return
+            except FedQueueError:
+                return
+            time.sleep(min(1.0, self._settings.poll_seconds))
 
     def _wait(self, seconds: float, stopping: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds
@@ -134,6 +146,11 @@ class Agent:
 
     def _busy(self) -> bool:
         return bool(self._moving) or self._shelf.busy or bool(self._memory.reports)
+
+    @property
+    def over(self) -> str | None:
+        """Why the run is over; None: it is not, as far as we know."""
+        return self._notes.memory.over
 
     @property
     def _memory(self) -> Any:
@@ -168,6 +185,8 @@ class Agent:
         if work.scheduler_id is None or work.sequence in self._moving:
             return
         status = statuses.get(work.scheduler_id) if statuses is not None else None
+        if status is not None and status.name not in (None, work.name):
+            status = None  # the scheduler lost ours and gave its id to another
         if work.cancelled:
             self._see_cancelled(work, statuses, status)
             return
@@ -246,7 +265,7 @@ class Agent:
         if status is not None and status.never_starts is not None:
             if not self._cancel_at_scheduler(work):
                 return
-            self._fail(work, f"it can never start: {status.never_starts}", transient=False)
+            self._fail(work, f"it can never start: {status.never_starts}", transient=status.bad_luck)
             return
         if status is not None and status.phase != "ended":
             work.missing_since = None
@@ -348,8 +367,8 @@ class Agent:
         self._fine("coordinator")
         if answer["received"] >= min(numbers, default=answer["received"] + 1):
             self._notes.note({"kind": "received", "n": answer["received"]})
-        if answer["over"] is not None and self.over is None:
-            self.over = str(answer["over"])
+        if answer["over"] != memory.over:  # noted: who is killed on its way out need not find the coordinator again
+            self._notes.note({"kind": "over", "reason": answer["over"]})
         for order in answer["orders"]:
             self._take_order(order)
         for sequence in answer["cancel"]:
@@ -404,7 +423,7 @@ class Agent:
             if found is None and JobFolder(self._home, str(work.sequence)).attempts():
                 found = "forgotten"  # it ran, and the scheduler no longer knows it
             if found is not None:
-                self._submitted(work, found)
+                self._submitted(work, found, work.asked_at or time.time())
                 return
             if work.cancelled:
                 self._notes.note(self._closing(work, 0.0))
@@ -424,16 +443,18 @@ class Agent:
             after=before.scheduler_id if before is not None and before.ended < before.attempt else None,
         )
         failpoint("agent.prepared")
+        asked_at = time.time()
         if not work.intended:
-            self._notes.note({"kind": "intent", "sequence": work.sequence})
+            self._notes.note({"kind": "intent", "sequence": work.sequence, "at": asked_at})
+        work.asked_at = asked_at
         failpoint("agent.intended")
         scheduler_id = self._scheduler.submit(request)
         failpoint("agent.submitted")
-        self._submitted(work, scheduler_id)
+        self._submitted(work, scheduler_id, time.time())
 
-    def _submitted(self, work: Work, scheduler_id: str) -> None:
+    def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
         self._notes.note(
-            {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": time.time()},
+            {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": at},
             self._notes.report(kind="submitted", sequence=work.sequence),
         )
 

@@ -11,7 +11,9 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Literal, TypeVar
 
 from starlette.applications import Starlette
@@ -19,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from fedqueue import __version__
 from fedqueue.errors import ConfigError
@@ -27,8 +30,9 @@ from fedqueue.runtime.blobs import BlobConflict, BlobError, have, receive, send_
 from fedqueue.runtime.coordinator import Coordinator, Refused
 from fedqueue.runtime.desk import Desk
 from fedqueue.runtime.failpoints import failpoint
-from fedqueue.runtime.reports import PROTOCOL, Handin, Poll
-from fedqueue.runtime.schema import openapi
+from fedqueue.runtime.limits import Limits, Uploads
+from fedqueue.runtime.reports import PROTOCOL, Handin, Poll, Scored, Started, one_line
+from fedqueue.runtime.schema import BIGGEST, LONGEST, openapi
 from fedqueue.runtime.status import status
 from fedqueue.settings import read
 
@@ -36,10 +40,12 @@ T = TypeVar("T")
 
 BODY_LIMIT: Final = 1 << 20
 """Bytes of a JSON body."""
-BIGGEST: Final = 2**53
-"""Numbers beyond this are nobody's steps or bytes."""
-LONGEST: Final = 1e12
-"""The same for numbers with a decimal point: seconds, scores."""
+BODY_SECONDS: Final = 30.0
+"""By when it must be there."""
+KEY_LENGTH: Final = 100
+"""Characters of a key in JSON: a metric's name is the longest."""
+SAID_LENGTH: Final = 300
+"""Characters of a reason: it may quote what it refuses."""
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
@@ -84,53 +90,69 @@ class Api:
         self.access = access
         self.desk = Desk(coordinator)
         self.address = address
+        self.limits = Limits()
+        self.uploads = Uploads()
         self.app = Starlette(
-            routes=[Route(e.path, self._serve(e), methods=[e.method]) for e in ENDPOINTS],
+            routes=[Route(e.path, _Served(self, e), methods=[e.method]) for e in ENDPOINTS],
             exception_handlers={HTTPException: _plain, Exception: _plain},
         )
+        self.app.router.redirect_slashes = False  # it would send callers to where their Host header says
 
     async def ask(self, question: Callable[[], T]) -> T:
         """Have the coordinator's thread do this."""
         return await asyncio.wrap_future(self.coordinator.ask(question))
 
-    def _serve(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def serve(request: Request) -> Response:
-            try:
-                who = await self._who(request, endpoint.who)
-                path = {name: _path_value(name, value) for name, value in request.path_params.items()}
-                path |= {name: _whole(request.query_params.get(name), name) for name in endpoint.query}
-                given = await _json(request, endpoint.body) if endpoint.body is not None else None
-                answer = await endpoint.handle(self, Call(who=who, request=request, path=path, body=given))
-            except Refused as error:
-                return JSONResponse({"reason": str(error), **error.facts}, error.status)
-            except ConfigError as error:  # a body that does not fit
-                return JSONResponse({"reason": str(error).removeprefix("body.")}, 422)
-            except BlobConflict as error:
-                return JSONResponse({"reason": str(error), "offset": error.have}, error.status)
-            except BlobError as error:
-                return JSONResponse({"reason": str(error)}, error.status)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                self.coordinator.say(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {error}")
-                raise
-            return answer if isinstance(answer, Response) else JSONResponse(answer)
-
-        return serve
-
-    async def _who(self, request: Request, allowed: Who) -> str:
+    def who(self, request: Request, allowed: Who) -> str:
+        """The facility that asks, or the operator; nobody's name where anyone may. Costs the coordinator nothing."""
         said = request.headers.get("fedqueue-protocol", str(PROTOCOL))
         if said not in map(str, PROTOCOLS):
             raise Refused(426, f"protocol {said[:20]!r} is not spoken here, only {PROTOCOL}; update one of the two")
         if allowed == "anyone":
             return ""
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        who = await self.ask(lambda: self.access.who(secret)) if scheme.lower() == "bearer" and secret else None
+        who = self.access.who(secret) if scheme.lower() == "bearer" and secret else None
         if who is None:
             raise Refused(401, "who asks? the credential is missing, unknown or revoked; enrol this facility")
         if (who == OPERATOR) != (allowed == "operator"):
             raise Refused(403, f"this is for {allowed}s alone")
         return who
+
+
+class _Served:
+    """One row of the table at work."""
+
+    def __init__(self, api: Api, endpoint: Endpoint) -> None:
+        self._api, self._endpoint = api, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as held:  # until the answer is sent, which may be a large file
+            response = await self._answer(Request(scope, receive), held)
+            await response(scope, receive, send)
+
+    async def _answer(self, request: Request, held: ExitStack) -> Response:
+        api, endpoint = self._api, self._endpoint
+        try:
+            who = api.who(request, endpoint.who)
+            if who:
+                held.enter_context(api.limits.one_more(who))
+            path = {name: _path_value(name, value) for name, value in request.path_params.items()}
+            path |= {name: _whole(request.query_params.get(name), name) for name in endpoint.query}
+            given = await _json(request, endpoint.body) if endpoint.body is not None else None
+            answer = await endpoint.handle(api, Call(who=who, request=request, path=path, body=given))
+        except Refused as error:
+            return JSONResponse({"reason": _said(error), **error.facts}, error.status)
+        except ConfigError as error:  # a body that does not fit
+            return JSONResponse({"reason": _said(error).removeprefix("body.")}, 422)
+        except BlobConflict as error:
+            return JSONResponse({"reason": str(error), "offset": error.have}, error.status)
+        except BlobError as error:
+            return JSONResponse({"reason": str(error)}, error.status)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception as error:
+            api.coordinator.say(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {_said(error)}")
+            raise
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
 
 
 # Handlers -----------------------------------------------------------------------------------------------
@@ -141,6 +163,11 @@ async def _health(api: Api, call: Call) -> dict[str, Any]:
 
 
 async def _schema(api: Api, call: Call) -> dict[str, Any]:
+    return _document()
+
+
+@cache
+def _document() -> dict[str, Any]:
     return openapi(ENDPOINTS)
 
 
@@ -152,12 +179,38 @@ async def _enrol(api: Api, call: Call) -> dict[str, Any]:
 
 
 async def _poll(api: Api, call: Call) -> dict[str, Any]:
-    return await api.ask(lambda: api.desk.poll(call.who, call.body))
+    api.limits.reports(call.who, len(call.body.reports))
+
+    def poll() -> dict[str, Any]:
+        _must_be_its_own(api.coordinator, call.who, call.body)
+        return api.desk.poll(call.who, call.body)
+
+    return await api.ask(poll)
+
+
+def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll) -> None:
+    """Refuse reports of what this facility was never given: they would be in the ledger for good."""
+    books = coordinator.books
+    for report in asked.reports:
+        where = f"report {report.n}"
+        if isinstance(report, Scored):
+            if coordinator.config.evaluation.where != facility:
+                raise Refused(403, f"{where}: this facility does not score models")
+            if report.version not in books.models:
+                raise Refused(422, f"{where}: there is no model {report.version}")
+        elif report.sequence >= books.facilities[facility].ordered:
+            raise Refused(422, f"{where}: job {report.sequence} was never ordered")
+        elif isinstance(report, Started) and report.bound and report.bound.base_version not in books.models:
+            raise Refused(422, f"{where}: there is no model {report.bound.base_version}")
 
 
 async def _model(api: Api, call: Call) -> Response:
     path, digest = await api.ask(lambda: api.desk.model(call.path["version"]))
-    return send_file(path, call.request.headers.get("range"), digest, call.request.headers.get("if-range"))
+    headers = call.request.headers
+    try:
+        return send_file(path, headers.get("range"), digest, headers.get("if-range"))
+    except FileNotFoundError:  # no longer needed since a moment ago
+        raise Refused(404, f"there is no model {call.path['version']} any longer") from None
 
 
 async def _offset(api: Api, call: Call) -> dict[str, Any]:
@@ -167,19 +220,29 @@ async def _offset(api: Api, call: Call) -> dict[str, Any]:
 
 
 async def _upload(api: Api, call: Call) -> dict[str, Any]:
-    at = call.path
+    at, update = call.path, _update(call)
     size = at["bytes"]
     path = await api.ask(lambda: api.desk.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], size))
-    there = await receive(call.request, path, offset=at["offset"], total=size)
+    there = await api.uploads.write(
+        update, lambda: receive(call.request, path, offset=at["offset"], total=size), lambda: have(path)
+    )
     if there == size:
         failpoint("upload.stored")
     return {"offset": there}
 
 
 async def _commit(api: Api, call: Call) -> Response:
-    at = call.path
-    answer = await api.desk.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body)
+    at, update = call.path, _update(call)
+    with api.uploads.checked(update) as goes_on:
+        await api.uploads.end(update)
+        answer = await api.desk.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body)
+        if answer["status"] == "checking":
+            goes_on()
     return JSONResponse(answer, 202 if answer["status"] == "checking" else 200)
+
+
+def _update(call: Call) -> tuple[str, int, int, str]:
+    return call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"]
 
 
 async def _status(api: Api, call: Call) -> dict[str, Any]:
@@ -202,7 +265,9 @@ async def _facility(api: Api, call: Call) -> dict[str, Any]:
     if word == "invite":
         return {"token": await api.ask(lambda: api.access.invite(name)), **api.address()}
     if word == "revoke":
-        return {"done": word, "had": await api.ask(lambda: api.access.revoke(name))}
+        had = await api.ask(lambda: api.access.revoke(name))
+        await api.uploads.end_all(name)
+        return {"done": word, "had": had}
     act = {"drain": api.coordinator.drain, "join": api.coordinator.join}
     if word not in act:
         raise Refused(404, f"a facility can be told {', '.join((*act, 'invite', 'revoke'))}, not {word!r}")
@@ -253,19 +318,32 @@ def _whole(text: str | None, name: str) -> int:
 
 
 async def _json(request: Request, kind: type) -> Any:
-    declared = request.headers.get("content-length")
-    if declared is not None and (not declared.isdigit() or int(declared) > BODY_LIMIT):
-        raise Refused(413, f"the body may have {BODY_LIMIT} bytes")
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > BODY_LIMIT:
-            raise Refused(413, f"the body may have {BODY_LIMIT} bytes")
     try:
-        given = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=_pairs)
-    except (ValueError, RecursionError) as error:
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await _body(request)
+    except TimeoutError:
+        raise Refused(408, f"the body took more than {BODY_SECONDS:g} s") from None
+    try:
+        given = json.loads(
+            data.decode("utf-8"), parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=_pairs
+        )
+        json.dumps(given, ensure_ascii=False).encode()  # JSON can name halves of characters, which nobody can write
+        return read(kind, given, "body")
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: a list where a word should be
         raise Refused(400, f"the body is not JSON as it should be: {error}") from None
-    return read(kind, given, "body")
+
+
+async def _body(request: Request) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    data = bytearray()
+    if re.fullmatch("[0-9]{1,9}", declared) and int(declared) <= BODY_LIMIT:
+        async for piece in request.stream():
+            data += piece
+            if len(data) > BODY_LIMIT:
+                break
+        else:
+            return bytes(data)
+    raise Refused(413, f"the body may have {BODY_LIMIT} bytes")
 
 
 def _int(text: str) -> int:
@@ -289,7 +367,14 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key comes twice")
+    if any(len(key) > KEY_LENGTH for key in made):
+        raise ValueError(f"a key has more than {KEY_LENGTH} characters")
     return made
+
+
+def _said(error: Exception) -> str:
+    text = one_line(str(error))
+    return text if len(text) <= SAID_LENGTH else f"{text[:SAID_LENGTH]}..."
 
 
 async def _plain(request: Request, error: Exception) -> Response:

@@ -64,11 +64,12 @@ def have(part: Path) -> int:
 
 
 async def receive(request: Request, part: Path, *, offset: int, total: int) -> int:
-    """Writes the request's body into `part` at `offset`; returns how many bytes are there then, safely on disk.
+    """Writes the request's body into `part` at `offset`; returns how many bytes are there then.
 
-    Refuses before it reads. What arrived before a connection broke (`ClientDisconnect`) or the disk was full stays, to
-    be gone on from. Two requests for one part do no harm: each writes the same bytes at their own places, and a part
-    has no holes because each began within it.
+    They outlive this process, not the machine: whoever takes a whole part has its sha256 checked, and syncs it. Refuses
+    before it reads. What arrived before a connection broke (`ClientDisconnect`) or the disk was full stays, to be gone
+    on from. Two requests for one part do no harm: each writes the same bytes at their own places, and a part has no
+    holes because each began within it.
     """
     length = request.headers.get("content-length", "")
     if not re.fullmatch("[0-9]{1,18}", length):
@@ -134,7 +135,6 @@ class _Writer:
         try:
             await self._start()
             await self._wait()
-            await asyncio.get_running_loop().run_in_executor(None, _sync, self._file)
         finally:
             os.close(self._file)
 
@@ -151,14 +151,6 @@ def _write(file: int, pieces: list[bytes], place: int) -> None:
                 views[0] = views[0][count:]
     except OSError as error:
         raise _failure(error) from None
-
-
-def _sync(file: int) -> None:
-    try:
-        os.fdatasync(file)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # not something that can be synced, such as a device
-            raise _failure(error) from None
 
 
 def _failure(error: OSError) -> BlobError:

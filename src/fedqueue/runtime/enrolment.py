@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, StorageError
 from fedqueue.runtime.access import write_secret
 from fedqueue.runtime.transport import Client
 
 FILE: Final = "credential"
 MARK: Final = "fedqueue1:"
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a facility, as in the config of a run. It comes from the coordinator, and goes into files and scripts here."""
+SECRET: Final = re.compile(r"[A-Za-z0-9_-]{16,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,15 @@ class Enrolment:
     credential: str
     certificate: str | None = None  # PEM, where the coordinator's is of its own making
 
+    def __post_init__(self) -> None:
+        texts = (self.url, self.facility, self.credential, self.certificate or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("it must hold texts")
+        if not NAME.fullmatch(self.facility) or not SECRET.fullmatch(self.credential):
+            raise ValueError("it holds no name of a facility, or no credential")
+
     def save(self, home: Path) -> None:
-        home.mkdir(parents=True, exist_ok=True)
+        make_home(home)
         write_secret(home / FILE, json.dumps(vars(self)))
 
     @classmethod
@@ -36,6 +47,8 @@ class Enrolment:
         try:
             if path.stat().st_mode & 0o077:
                 raise ConfigError(f"{path}: others may read it; `chmod 600 {path}`, and have it revoked if they did")
+            if home.stat().st_mode & 0o002:
+                raise ConfigError(f"{home}: everybody may write to it, and so to your jobs; `chmod o-w {home}`")
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise ConfigError(f"{home}: this facility is not enrolled; `fedqueue enroll AGENT.toml`") from None
@@ -46,8 +59,16 @@ class Enrolment:
         ca = None
         if self.certificate is not None:
             ca = home / "coordinator.pem"
-            ca.write_text(self.certificate)
+            write_secret(ca, self.certificate)
         return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
+
+
+def make_home(home: Path) -> None:
+    """Its owner's alone, if it is not there."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{home}: cannot be made: {error.strerror}; choose another home") from None
 
 
 def invitation(url: str, token: str, certificate: str | None) -> str:
@@ -59,6 +80,7 @@ def invitation(url: str, token: str, certificate: str | None) -> str:
 def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
     """Use an invitation; the credential is in the home then."""
     held = _open(text)
+    make_home(home)  # while the invitation is still good
     with tempfile.TemporaryDirectory() as folder:
         ca = None
         if held["certificate"] is not None:
@@ -67,12 +89,15 @@ def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
         client = Client(held["url"], ca=ca, proxy=proxy)
         answer = client.call("POST", "/v1/enroll", {"token": held["token"]})
         client.close()
-    made = Enrolment(
-        url=held["url"],
-        facility=str(answer["facility"]),
-        credential=str(answer["credential"]),
-        certificate=held["certificate"],
-    )
+    try:
+        made = Enrolment(
+            url=held["url"],
+            facility=answer.get("facility", ""),
+            credential=answer.get("credential", ""),
+            certificate=held["certificate"],
+        )
+    except ValueError as error:
+        raise ConfigError(f"{held['url']}: its answer is no enrolment: {error}; is it a coordinator?") from None
     made.save(home)
     return made
 
@@ -85,8 +110,10 @@ def _open(text: str) -> dict[str, Any]:
         held = json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK)))
         if not isinstance(held, dict) or set(held) != {"url", "token", "certificate"}:
             raise ValueError
+        if not all(isinstance(text, str) for text in (held["url"], held["token"], held["certificate"] or "")):
+            raise ValueError
         return held
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(
             f"that is not an invitation: it begins with {MARK} and comes whole; `fedqueue invite` makes one"
         ) from None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,12 +19,14 @@ from fedqueue.config import Config, FacilitySettings
 from fedqueue.runtime.access import Access
 from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.enrolment import Enrolment
+from fedqueue.runtime.schedulers.localjob import started_ticks
 from fedqueue.runtime.scoring import STORED
 from fedqueue.sim.queues import make_queue
 
 WAITS: Final = 500  # extra waits drawn for a facility; then they come again
 GRACE_SECONDS: Final = 2.0  # one machine's file system does not lag
 LEAVE_SECONDS: Final = 10.0
+PID: Final = "agent.pid"  # in a home: the process number of its agent, and when it began
 
 
 class Agents:
@@ -72,14 +76,17 @@ class Agents:
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         home = self._home(name)
+        _end_left_behind(home)
         with (home / "agent.log").open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "fedqueue", "agent", str(home / "agent.toml")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
+        (home / PID).write_text(f"{process.pid} {started_ticks(process.pid)}")
+        return process
 
     def _end(self) -> None:
         for process in self._processes.values():
@@ -121,6 +128,21 @@ class Agents:
             waiting = make_queue(facility.queue, facility=facility.name, seed=self._config.run.seed, folder=folder)
             waits = [round(waiting.delay(number, 0, 0.0), 3) for number in range(WAITS)]
         return {"kind": "local", "slots": facility.slots, "extra_waits": waits}
+
+
+def _end_left_behind(home: Path) -> None:
+    """The agent of a coordinator that was killed lives on, calls an address that is no more, and has the lease. It
+    forgets nothing by being killed."""
+    try:
+        pid, ticks = map(int, (home / PID).read_text().split())
+    except (OSError, ValueError):
+        return
+    if started_ticks(pid) == ticks:  # else the number is another process's by now
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + LEAVE_SECONDS
+        while started_ticks(pid) == ticks and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 def _python_path() -> str:

@@ -14,8 +14,6 @@ from typing import Final
 from fedqueue.errors import StorageError
 
 READ_BYTES: Final = 1 << 20
-BEGIN_BYTES: Final = 32 << 20
-"""Written before the disk is told to begin; else the sync at the end would be long."""
 AHEAD: Final = 3
 """Pieces that may wait to be written."""
 
@@ -33,7 +31,6 @@ class Part:
         self._behind = ThreadPoolExecutor(1, "fedqueue-part")
         self._under_way: deque[Future[None]] = deque()
         self._failed = False
-        self._begun = 0  # the end of what was told to go to disk
 
     def __enter__(self) -> Part:
         with self._disk():
@@ -72,30 +69,23 @@ class Part:
             while view:
                 count = os.pwrite(self._file, view, self._have)
                 view, self._have = view[count:], self._have + count
-            if self._have - self._begun >= BEGIN_BYTES:
-                os.posix_fadvise(self._file, self._begun, self._have - self._begun, os.POSIX_FADV_DONTNEED)
-                self._begun = self._have
         self._failed = False
 
     def restart(self) -> None:
         self._settle()
         with self._disk():
             os.ftruncate(self._file, 0)
-        self._digest, self._have, self._begun = hashlib.sha256(), 0, 0
+        self._digest, self._have = hashlib.sha256(), 0
 
     def sha256(self) -> str:
         self._settle()
         return self._digest.hexdigest()
 
     def finish(self) -> None:
+        """Give it its name. It is not forced to the disk: what can be fetched again need not outlive the machine, and
+        an agent looks over its models when it starts."""
         with self._disk():
-            os.fsync(self._file)
             self._path.replace(self._target)
-            folder = os.open(self._target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

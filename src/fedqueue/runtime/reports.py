@@ -31,6 +31,25 @@ REASON_LENGTH: Final = 500
 MOST_REPORTS: Final = 1000  # in one poll
 MOST_ATTEMPTS: Final = 10_000
 MOST_METRICS: Final = 100
+MOST_CUTOFFS: Final = 1_000_000
+"""A job that aims further ahead aims at nothing."""
+MOST_SECONDS: Final = 366 * 86400.0
+"""No job waits, runs or is reported later than that; a clock that was wrong says more, and counts as this."""
+MOST_POLL_SECONDS: Final = 3600.0
+"""Between two polls. At the end of a run the coordinator waits for three more, so that everybody hears of it."""
+
+
+def one_line(text: str) -> str:
+    """What a facility says, fit for a terminal and a log: no line breaks, no control characters.
+
+    >>> one_line("it fell\\n\\x1b[2Jdown")
+    'it fell ?[2Jdown'
+    """
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+def _seconds(value: float) -> float:
+    return min(value, MOST_SECONDS)
 
 
 def _reason(owner: Any) -> None:
@@ -50,6 +69,9 @@ class Submitted:
     n: int
     sequence: int
 
+    def __post_init__(self) -> None:
+        at_least(self, 0, "sequence")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
@@ -60,6 +82,7 @@ class Refused:
     transient: bool
 
     def __post_init__(self) -> None:
+        at_least(self, 0, "sequence")
         _reason(self)
 
 
@@ -78,6 +101,8 @@ class Bound:
         at_least(self, 0, "standing", "cutoff_index", "base_version", "train_budget")
         at_least(self, 1, "steps")
         more_than(self, 0, "learning_rate")
+        if self.cutoff_index > MOST_CUTOFFS:
+            raise ValueError(f"cutoff_index must be {MOST_CUTOFFS} at most, found {self.cutoff_index}")
 
     def assignment(self, posted: Standing | None) -> Assignment:
         """On the run clock; without the standing work nobody knows which cutoff it aims at."""
@@ -88,7 +113,7 @@ class Bound:
             base_version=self.base_version,
             steps=self.steps,
             learning_rate=self.learning_rate,
-            train_budget=self.train_budget,
+            train_budget=_seconds(self.train_budget),
             cutoff=cutoff,
         )
 
@@ -165,14 +190,16 @@ class Scored:
     def __post_init__(self) -> None:
         at_least(self, 0, "version")
         check_metrics(self.metrics)
+        if "score" not in self.metrics:
+            raise ValueError("metrics must have a score")
 
 
 Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored
 
 
 def check_metrics(metrics: dict[str, float]) -> None:
-    if len(metrics) > MOST_METRICS or any(len(name) > 100 for name in metrics):
-        raise ValueError(f"metrics must be {MOST_METRICS} at most, with names of 100 characters at most")
+    if len(metrics) > MOST_METRICS or any(len(name) > 100 or not name.isprintable() for name in metrics):
+        raise ValueError(f"metrics must be {MOST_METRICS} at most, with names of 100 printable characters at most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +221,12 @@ class Poll:
             text = getattr(self, name)
             if not (8 <= len(text) <= 64 and text.isalnum() and text.isascii()):
                 raise ValueError(f"{name} must be 8 to 64 letters and digits, found {text[:64]!r}")
-        if len(self.host) > 255:
-            raise ValueError("host must be 255 characters at most")
+        if len(self.host) > 255 or not self.host.isprintable():
+            raise ValueError("host must be 255 printable characters at most")
         at_least(self, 0, "generation", "standing")
         more_than(self, 0, "poll_seconds")
+        if self.poll_seconds > MOST_POLL_SECONDS:
+            raise ValueError(f"poll_seconds must be {MOST_POLL_SECONDS:g} at most, found {self.poll_seconds:g}")
         if len(self.reports) > MOST_REPORTS or len(self.open) > MOST_REPORTS:
             raise ValueError(f"reports must be {MOST_REPORTS} at most in one poll, and open jobs too")
         numbers = [report.n for report in self.reports]
@@ -221,8 +250,8 @@ class Handin:
     def __post_init__(self) -> None:
         at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples")
         at_least(self, 1, "nodes")
-        if len(self.device) > 200:
-            raise ValueError("device must be 200 characters at most")
+        if len(self.device) > 200 or not self.device.isprintable():
+            raise ValueError("device must be 200 printable characters at most")
         check_metrics(self.metrics)
 
 
@@ -235,21 +264,25 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
         case Submitted():
             return JobSubmitted(at=at, job_id=job)
         case Refused():
-            return SubmitRefused(at=at, job_id=job, reason=report.reason, transient=report.transient)
+            return SubmitRefused(at=at, job_id=job, reason=one_line(report.reason), transient=report.transient)
         case Started():
             bound = report.bound
             return JobStarted(
                 at=at,
                 job_id=job,
                 attempt=report.attempt,
-                admission_delay=report.admission_delay,
+                admission_delay=_seconds(report.admission_delay),
                 bound=bound.assignment(posts.get(bound.standing)) if bound is not None else None,
-                lingered=report.lingered,
-                ago=report.ago,
+                lingered=_seconds(report.lingered),
+                ago=_seconds(report.ago),
             )
         case Requeued():
             return JobRequeued(
-                at=at, job_id=job, attempt=report.attempt, reason=report.reason, held_seconds=report.held_seconds
+                at=at,
+                job_id=job,
+                attempt=report.attempt,
+                reason=one_line(report.reason),
+                held_seconds=_seconds(report.held_seconds),
             )
         case Ended():
             return JobEnded(
@@ -257,15 +290,15 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
                 job_id=job,
                 attempt=report.attempt,
                 steps_done=report.steps_done,
-                train_seconds=report.train_seconds,
-                held_seconds=report.held_seconds,
+                train_seconds=_seconds(report.train_seconds),
+                held_seconds=_seconds(report.held_seconds),
             )
         case Failed():
             return JobFailed(
                 at=at,
                 job_id=job,
                 attempt=report.attempt,
-                reason=report.reason,
+                reason=one_line(report.reason),
                 transient=report.transient,
-                held_seconds=report.held_seconds,
+                held_seconds=_seconds(report.held_seconds),
             )

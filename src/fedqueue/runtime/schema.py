@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedqueue import __version__
 
 if TYPE_CHECKING:
     from fedqueue.runtime.api import Endpoint
 
+BIGGEST: Final = 2**53
+"""Numbers beyond this are nobody's steps or bytes."""
+LONGEST: Final = 1e12
+"""The same for numbers with a decimal point: seconds, scores."""
+LONGEST_IN_PATH: Final = 10**15 - 1
+
 _PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
-    int: {"type": "integer", "minimum": 0},
-    float: {"type": "number"},
+    int: {"type": "integer", "minimum": 0, "maximum": BIGGEST},
+    float: {"type": "number", "minimum": -LONGEST, "maximum": LONGEST},
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
@@ -57,7 +63,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
 
 def _parameter(name: str) -> dict[str, Any]:
     if name in _NUMBERS:
-        return {"type": "integer", "minimum": 0}
+        return {"type": "integer", "minimum": 0, "maximum": LONGEST_IN_PATH}
     return {"type": "string", "pattern": "^[0-9a-f]{64}$"} if name == "sha256" else {"type": "string"}
 
 
@@ -65,7 +71,7 @@ def of_type(hint: Any) -> dict[str, Any]:
     """The JSON schema of a type that our settings reader takes.
 
     >>> of_type(list[int])
-    {'type': 'array', 'items': {'type': 'integer', 'minimum': 0}}
+    {'type': 'array', 'items': {'type': 'integer', 'minimum': 0, 'maximum': 9007199254740992}}
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -80,7 +86,9 @@ def of_type(hint: Any) -> dict[str, Any]:
         hints = get_type_hints(hint)
         fields = dataclasses.fields(hint)
         missing = dataclasses.MISSING
-        required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+        required = [
+            f.name for f in fields if f.name == "kind" or (f.default is missing and f.default_factory is missing)
+        ]
         return {
             "type": "object",
             "properties": {name: of_type(hints[name]) for name in (f.name for f in fields)},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,15 @@ from fedqueue.runs import write_json
 from fedqueue.runtime.access import Access
 from fedqueue.runtime.api import Api
 from fedqueue.runtime.certificate import make_certificate
+from fedqueue.runtime.connection import Connection
 from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.link import is_loopback
 
 ADDRESS = "address.json"
 """In the run folder: where the coordinator listens, for commands on the same machine."""
+
+HEAD_BYTES = 64 << 10
+"""Of a request, before its body."""
 
 
 @contextlib.contextmanager
@@ -31,37 +37,43 @@ def serving(
     """Answers requests in a thread of its own; gives the address. `plain`: no TLS, which only loopback allows."""
     config, folder = coordinator.config, coordinator.folder
     host, port = listener.getsockname()[:2]
-    loopback = is_loopback(config.server.host)
+    loopback = is_loopback(host)
     if plain and not loopback:
         raise ConfigError(f"server.host: plain HTTP on {config.server.host} is refused; use loopback, or TLS")
     certificate, key = _certificate(config, folder) if not plain else (None, None)
     called = config.server.names[0] if config.server.names else (host if loopback else socket.gethostname())
-    url = f"{'http' if plain else 'https'}://{f'[{called}]' if ':' in called else called}:{port}"
+    url = _url("http" if plain else "https", called, port)
     own = certificate is not None and config.server.certificate is None
     address = {"url": url, "certificate": certificate.read_text() if own and certificate else None}
     api = Api(coordinator, access, lambda: address)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            api.app,
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            loop="asyncio",
-            http="auto",
-            server_header=False,
-            date_header=False,
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=64 << 10,
-        )
+    settings = uvicorn.Config(
+        api.app,
+        log_level="critical",
+        access_log=False,
+        lifespan="off",
+        loop="asyncio",
+        http=Connection,  # and no other: what is tested is what is served
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=HEAD_BYTES,
     )
+    _load(settings)
+    server = uvicorn.Server(settings)
+    _allow_many_files()
     sockets = [listener.dup()]  # the server closes what it is given
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="http", daemon=True)
     thread.start()
-    local = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # for commands on this machine
-    write_json(folder / ADDRESS, {**address, "local": local, "port": port})
+    # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
+    near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    local = _url("http" if plain else "https", near, port) if own or plain else url
+    ca = str(certificate.absolute()) if certificate is not None else None
+    write_json(folder / ADDRESS, {**address, "local": local, "port": port, "ca": ca})
     try:
         yield address
     finally:
@@ -73,7 +85,8 @@ def serving(
 def listen(config: Config) -> socket.socket:
     """The address is taken before anything else begins: two coordinators of one run cannot both have it."""
     family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named as TCP, so that asyncio sends each answer at once (TCP_NODELAY) instead of waiting for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.server.host, config.server.port))
@@ -83,6 +96,28 @@ def listen(config: Config) -> socket.socket:
         place = f"{config.server.host}:{config.server.port}"
         raise ConfigError(f"server.port: cannot listen on {place}: {error.strerror}; choose another") from None
     return listener
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _load(settings: uvicorn.Config) -> None:
+    try:
+        settings.load()
+    except (OSError, ssl.SSLError) as error:
+        what = error.strerror or error
+        raise ConfigError(f"server.certificate: it and its key cannot be used: {what}; give PEM files") from None
+    if settings.ssl is not None:
+        settings.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+
+
+def _allow_many_files() -> None:
+    """Connections must not take the file descriptors that the ledger and the updates need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * Connection.most
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
 
 
 def _certificate(config: Config, folder: Path) -> tuple[Path, Path]:

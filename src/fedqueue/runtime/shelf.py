@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ class Shelf:
         self.home = home
         self._models = home / "models"
         self._models.mkdir(exist_ok=True)
+        self._look_over()
         self.standing_path = home / "standing.json"
         self.standing_number = 0
         self._written: dict[str, Any] | None = None
@@ -39,6 +41,14 @@ class Shelf:
 
     def path(self, model: Mapping[str, Any]) -> Path:
         return self._models / f"v{int(model['version'])}-{str(model['sha256'])[:12]}.safetensors"
+
+    def _look_over(self) -> None:
+        """Drop what is not what its name says: the machine may have gone down before it was on the disk."""
+        for path in self._models.glob("v*-*.safetensors"):
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if not path.stem.endswith(f"-{found[:12]}"):
+                path.unlink(missing_ok=True)
 
     def want(self, standing: Mapping[str, Any] | None, received_at: float) -> None:
         """The newest standing work; it is laid out once its model is here."""

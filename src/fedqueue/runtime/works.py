@@ -19,6 +19,7 @@ class Work:
     order: dict[str, Any]
     ordered_at: float
     intended: bool = False  # we may have asked the scheduler for it
+    asked_at: float | None = None  # when we did last, as far as that is known
     scheduler_id: str | None = None  # None: it is not known to be there
     submitted_at: float | None = None
     requeued_at: float | None = None
@@ -44,6 +45,7 @@ class Memory:
     newest_report: int = 0
     node_seconds: float = 0.0  # held by jobs that are closed
     known: int = -1  # the highest order ever taken: they come in order, and no one twice
+    over: str | None = None  # why the run is over
 
 
 class Notes:
@@ -81,7 +83,8 @@ class Notes:
                 memory.works[entry["sequence"]] = Work(entry["sequence"], entry["order"], entry["at"])
                 memory.known = max(memory.known, entry["sequence"])
             case "intent":
-                memory.works[entry["sequence"]].intended = True
+                work = memory.works[entry["sequence"]]
+                work.intended, work.asked_at = True, entry.get("at")
             case "submitted":
                 work = memory.works[entry["sequence"]]
                 work.scheduler_id, work.submitted_at = entry["id"], entry["at"]
@@ -94,6 +97,8 @@ class Notes:
             case "received":
                 for number in [n for n in memory.reports if n <= entry["n"]]:
                     del memory.reports[number]
+            case "over":
+                memory.over = entry["reason"]
             case "closed":
                 memory.works.pop(entry["sequence"], None)
                 memory.node_seconds += entry.get("node_seconds", 0.0)
@@ -121,6 +126,7 @@ def _plain(memory: Memory) -> dict[str, Any]:
         "newest_report": memory.newest_report,
         "node_seconds": memory.node_seconds,
         "known": memory.known,
+        "over": memory.over,
     }
 
 
@@ -133,4 +139,5 @@ def _memory(entry: Mapping[str, Any]) -> Memory:
         newest_report=entry["newest_report"],
         node_seconds=entry["node_seconds"],
         known=entry["known"],
+        over=entry.get("over"),
     )

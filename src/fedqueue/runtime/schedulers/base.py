@@ -82,6 +82,8 @@ class JobStatus:
     phase: Phase
     reason: str = ""  # the scheduler's own words
     never_starts: str | None = None  # why it waits in vain
+    bad_luck: bool = False  # it waits in vain, and another like it need not
+    name: str | None = None  # of the job with this id; not ours: a scheduler that lost its newest jobs gives ids again
     eligible_at: float | None = None  # when it could first have started: no hold, no dependency
     started_at: float | None = None
     ended_at: float | None = None  # when the scheduler noticed: late after an outage

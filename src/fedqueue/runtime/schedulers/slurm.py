@@ -56,6 +56,7 @@ NEVER = re.compile(
     r"|(Assoc|QOS)MaxWallDuration\w*|(Assoc|QOS)GrpWall\w*",
     re.IGNORECASE,
 )
+BAD_LUCK = re.compile(r"launch_failed_requeued_held")  # of these, what is no fault of what was asked for
 UNREACHABLE = re.compile(
     r"unable to contact slurm controller|connect(ion)? (failure|refused)|communication|timed out|zero bytes"
     r"|authentication|munge|standby|unable to determine this slurmd|could not establish a configuration source"
@@ -171,7 +172,7 @@ def read_status(line: str) -> JobStatus:
     phase = "ended" if outcome is not None else PHASES.get(state, "unknown")
     if state == "COMPLETING" and incarnation and field(line, "PreemptEligibleTime") is None:
         return JobStatus(
-            phase="waiting", reason="REQUEUED", incarnation=incarnation
+            phase="waiting", reason="REQUEUED", incarnation=incarnation, name=field(line, "JobName")
         )  # its times are those of neither run
     nodes = field(line, "NodeList")  # a job that was cancelled while it waited has a StartTime too, but no nodes
     ran = phase == "running" or (phase == "ended" and nodes is not None)
@@ -179,6 +180,8 @@ def read_status(line: str) -> JobStatus:
         phase=phase,
         reason=reason,
         never_starts=field(line, "Reason") if phase == "waiting" and NEVER.search(reason) else None,
+        bad_luck=phase == "waiting" and BAD_LUCK.search(reason) is not None,
+        name=field(line, "JobName"),
         eligible_at=epoch(field(line, "EligibleTime")),
         started_at=epoch(field(line, "StartTime")) if ran else None,  # of a waiting job it is a guess
         ended_at=epoch(field(line, "EndTime")) if phase == "ended" else None,  # of a running job it is the limit

@@ -1,0 +1,1 @@
+"""Faults with real processes: kills at any moment, cut networks, full disks, clocks that disagree."""

@@ -1,0 +1,210 @@
+"""What must hold of every run, whatever was done to its processes; read from its ledger and its files alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.messages import (
+    Aggregate,
+    Event,
+    JobEnded,
+    JobFailed,
+    JobRequeued,
+    JobStarted,
+    JobSubmitted,
+    ModelReady,
+    ModelScored,
+    Receipt,
+    Record,
+    SetTimer,
+    StopRun,
+    SubmitJob,
+    TimerFired,
+    UpdateArrived,
+    UpdateRejected,
+    sequence_of,
+)
+from fedqueue.runs import replay
+from fedqueue.wire import parse
+from tests.faults.worker import read_values, step_of
+
+T = TypeVar("T")
+Key = tuple[str, int]
+Step = Callable[[str, int, int], float]
+"""What the update of (job, attempt) adds to the value at a place."""
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Story:
+    """A ledger, read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[tuple[Event, list[Any]]] = []
+        with LedgerReader(folder / FILE) as reader:
+            self.meta = reader.meta
+            for event, recorded in reader.steps():
+                self.steps.append((event, [parse(kind, json.loads(text)) for kind, text in recorded]))
+
+    def events(self, kind: type[T]) -> list[T]:
+        return [event for event, _ in self.steps if isinstance(event, kind)]
+
+    def commands(self, kind: type[T]) -> list[T]:
+        return [command for _, commands in self.steps for command in commands if isinstance(command, kind)]
+
+    @property
+    def fates(self) -> list[tuple[Key, str]]:
+        records = [record.facts for record in self.commands(Record) if record.kind == "fate"]
+        return [((str(f["job"]), int(f["attempt"] or 0)), str(f["fate"])) for f in records]
+
+    @property
+    def receipts(self) -> dict[Key, Receipt]:
+        return {(e.receipt.job_id, e.receipt.attempt): e.receipt for e in self.events(UpdateArrived)}
+
+    @property
+    def versions(self) -> list[int]:
+        return [event.version for event in self.events(ModelReady)]
+
+
+def check_run(folder: Path, homes: Iterable[Path], *, rounds: int, step: Step = step_of) -> Story:
+    """Everything; the first thing that does not hold is raised."""
+    story = Story(folder)
+    assert replay(folder) == len(story.steps)
+    check_end(story, rounds)
+    check_counts(story)
+    check_fates(story)
+    check_timers(story)
+    check_models(story, step)
+    for home in homes:
+        check_facility(story, home)
+    return story
+
+
+def check_end(story: Story, rounds: int) -> None:
+    stops = story.commands(StopRun)
+    assert len(stops) == 1, f"the run was stopped {len(stops)} times"
+    assert story.versions == list(range(1, len(story.versions) + 1)), f"versions do not rise by one: {story.versions}"
+    assert len(story.versions) >= rounds, f"{len(story.versions)} models, not {rounds}; it ended: {stops[0].reason}"
+    asked = {command.to_version for command in story.commands(Aggregate)}
+    assert asked == set(story.versions), f"asked for {sorted(asked)}, made {story.versions}"
+    assert (story.folder / "summary.json").exists()
+
+
+def check_counts(story: Story) -> None:
+    """Nothing is told twice: reports are numbered, and the ledger knows the newest."""
+    orders = [command.order.job_id for command in story.commands(SubmitJob)]
+    once(orders, "ordered")
+    once([e.job_id for e in story.events(JobSubmitted)], "submitted")
+    kinds: tuple[type[Any], ...] = (JobStarted, JobEnded, JobRequeued, JobFailed, UpdateRejected)
+    for kind in kinds:
+        once([(e.job_id, e.attempt) for e in story.events(kind)], kind.__name__)
+    once([e.version for e in story.events(ModelScored)], "ModelScored")
+    once([(e.receipt.job_id, e.receipt.attempt) for e in story.events(UpdateArrived)], "UpdateArrived")
+    unknown = {key[0] for key in story.receipts} - set(orders)
+    assert not unknown, f"updates of jobs that were never ordered: {unknown}"
+
+
+def check_fates(story: Story) -> None:
+    once([key for key, _ in story.fates], "fate")
+    fates = dict(story.fates)
+    for key in story.receipts:
+        assert key in fates, f"the update of {key} has no fate"
+    for event in story.events(UpdateRejected):
+        key = (event.job_id, event.attempt)
+        assert fates.get(key) == "rejected", f"{key} was rejected, and its fate is {fates.get(key)}"
+    used = [(share.job_id, share.attempt) for command in _asked_once(story) for share in command.weights]
+    once(used, "aggregated")
+    aggregated = {key for key, fate in fates.items() if fate == "aggregated"}
+    assert set(used) == aggregated, f"aggregated by record {aggregated}, by command {set(used)}"
+    assert aggregated <= set(story.receipts)
+
+
+def check_timers(story: Story) -> None:
+    """No timer fires before its second, whatever stood still meanwhile; and time never runs backwards."""
+    due: dict[str, list[float]] = {}
+    newest = 0.0
+    for event, commands in story.steps:
+        assert event.at >= newest, f"{type(event).__name__} at {event.at}, after something at {newest}"
+        newest = event.at
+        if isinstance(event, TimerFired):
+            planned = due[event.key].pop(0)
+            assert event.at >= planned, f"timer {event.key} fired at {event.at}, before {planned}"
+        for command in commands:
+            if isinstance(command, SetTimer):
+                due.setdefault(command.key, []).append(command.at)
+                due[command.key].sort()
+
+
+def check_models(story: Story, step: Step) -> None:
+    """The last model is the sum of what the ledger says was aggregated: nothing is missing, nothing is in it twice."""
+    first = Path(story.meta["config"]["folder"]) / story.meta["config"]["model"]["initial"]
+    models: dict[int, Values] = {0: np.array(read_values(str(first))[1], np.float64)}
+    for command in sorted(_asked_once(story), key=lambda command: command.to_version):
+        current = models[command.from_version]
+        total = current.copy()
+        for share in command.weights:
+            base = models[story.receipts[share.job_id, share.attempt].base_version]
+            trained = base + [step(share.job_id, share.attempt, place) for place in range(len(base))]
+            total += share.weight * (trained - (base if command.rule == "add_deltas" else current))
+        models[command.to_version] = total
+    digests = {event.version: event.digest for event in story.events(ModelReady)}
+    for version, wanted in models.items():
+        path = story.folder / "objects" / f"{digests.get(version, '')}.safetensors"
+        if path.exists():
+            _same(path, wanted, f"model {version}")
+    _same(story.folder / "model.safetensors", models[max(models)], "the last model")
+
+
+def check_facility(story: Story, home: Path) -> None:
+    """What jobs handed in was heard of, unless another attempt took its place or the run was over; and the scheduler
+    was asked for no job twice."""
+    facility = home.name
+    wanted = {command.order.job_id for command in story.commands(SubmitJob)}
+    failed = {event.job_id for event in story.events(JobFailed)}
+    heard = set(story.receipts) | {(e.job_id, e.attempt) for e in story.events(UpdateRejected)}
+    settled = {key[0] for key in heard}
+    open_at_end = wanted - settled - failed
+    for result in home.glob("jobs/[0-9]*/attempt-*/result.json"):
+        job = f"{facility}/{result.parent.parent.name}"
+        attempt = int(result.parent.name.partition("-")[2])
+        assert job in wanted, f"{job} was run and never ordered"
+        superseded = (result.parent.parent / f"attempt-{attempt + 1}").exists()
+        if (job, attempt) not in heard and job not in open_at_end and not superseded:
+            assert job in failed, f"the result of {job} attempt {attempt} was lost"
+    names = [path.parent.name for path in home.glob("scheduler/jobs/fq-*/record.json")]
+    once([name.rpartition("-")[2] for name in names if "-eval-" not in name], "at the scheduler")
+    for name in names:
+        if "-eval-" not in name:
+            sequence = int(name.rpartition("-")[2])
+            attempts = len(list(home.glob(f"jobs/{sequence}/attempt-*")))
+            state = home / "scheduler" / "jobs" / name / "state.json"
+            incarnations = json.loads(state.read_text())["incarnation"] + 1 if state.exists() else 0
+            assert attempts <= incarnations, f"job {sequence} ran {attempts} times, scheduled {incarnations} times"
+    numbers = {sequence_of(job) for job in wanted if job.startswith(f"{facility}/")}
+    assert {int(path.name) for path in home.glob("jobs/[0-9]*")} <= numbers
+
+
+def once(keys: Iterable[Any], what: str) -> None:
+    twice = [key for key, count in Counter(keys).items() if count > 1]
+    assert not twice, f"{what} more than once: {twice}"
+
+
+def _asked_once(story: Story) -> list[Aggregate]:
+    """A model that could not be made is asked for again by the same command."""
+    asked: dict[int, Aggregate] = {}
+    for command in story.commands(Aggregate):
+        assert asked.setdefault(command.to_version, command) == command, f"two models {command.to_version}"
+    return list(asked.values())
+
+
+def _same(path: Path, wanted: Values, what: str) -> None:
+    found = np.array(read_values(str(path))[1], np.float64)
+    worst = float(np.abs(found - wanted).max()) if found.shape == wanted.shape else float("inf")
+    assert worst < 1e-4, f"{what} is not what was aggregated: it is off by {worst:g}"

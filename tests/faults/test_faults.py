@@ -1,0 +1,320 @@
+"""What goes wrong beside crashes, one fact each, with real processes on this machine: networks, jobs, agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fedqueue.messages import (
+    WALL_TIME,
+    FacilityJoined,
+    FacilityLeft,
+    JobFailed,
+    JobRequeued,
+    JobStarted,
+    RunStarted,
+    UpdateRejected,
+)
+from fedqueue.runtime.schedulers import LocalScheduler, LocalSettings
+from tests.faults.facts import check, ended_with, updates
+from tests.faults.harness import (
+    COORDINATOR,
+    FACILITIES,
+    SOURCE,
+    WORKER,
+    Run,
+    free_port,
+    tree_of,
+    until,
+)
+from tests.faults.ledger_checks import Story, check_run
+from tests.faults.proxy import Proxy
+from tests.faults.worker import step_of
+
+BUFF = {"steps": 5, "buffer": 2}
+JIT = {"min_steps": 3}
+
+
+# Network -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["jit", "fedbuff"])
+def test_a_network_that_refuses_stalls_and_cuts_costs_time_and_nothing_else(tmp_path: Path, strategy: str) -> None:
+    rng = random.Random(strategy)
+    tree = tree_of(strategy, port=free_port(), options=JIT if strategy == "jit" else BUFF)
+    with ExitStack() as stack:
+        proxies = {name: stack.enter_context(Proxy(tree["server"]["port"])) for name in FACILITIES}
+        run = stack.enter_context(Run(tmp_path, tree, url=lambda name: f"http://127.0.0.1:{proxies[name].port}"))
+        run.start()
+        run.run_until(lambda: run.happened(RunStarted), "the start of the run")
+        bad_until, next_change = time.monotonic() + 5.0, 0.0
+
+        def weather() -> bool:
+            nonlocal next_change
+            if time.monotonic() >= next_change:
+                next_change = time.monotonic() + rng.uniform(0.1, 0.4)
+                for proxy in proxies.values():
+                    proxy.mode = rng.choice(("open", "open", "refuse", "stall", "cut", "cut"))
+                    proxy.cut_after = rng.randint(0, 2000)
+            return time.monotonic() >= bad_until or all(actor.done for actor in run.actors.values())
+
+        run.run_until(weather, "bad weather passes")
+        for proxy in proxies.values():
+            proxy.mode = "open"
+        run.run_to_end(90.0)
+        assert sum(proxy.broken for proxy in proxies.values()) > 3
+        check(run)
+        ended_with(run)
+
+
+def test_what_is_delivered_twice_counts_once(tmp_path: Path) -> None:
+    tree = tree_of("fedasync", rounds=4, port=free_port(), options={"steps": 5})
+    with ExitStack() as stack:
+        proxies = {name: stack.enter_context(Proxy(tree["server"]["port"])) for name in FACILITIES}
+        for proxy in proxies.values():
+            proxy.twice = lambda request: request.startswith((b"POST /v1/poll", b"POST /v1/updates/"))
+        run = stack.enter_context(Run(tmp_path, tree, url=lambda name: f"http://127.0.0.1:{proxies[name].port}"))
+        run.start()
+        run.run_to_end()
+        answers = [answer for proxy in proxies.values() for answer in proxy.repeated]
+        assert any(b" 200 " in answer[:20] for answer in answers)
+        assert any(b"is not open" in answer for answer in answers), "no commit came twice"
+        check(run, rounds=4)
+        ended_with(run)
+
+
+def test_a_facility_away_for_long_is_left_and_joins_again_with_what_its_job_made(tmp_path: Path) -> None:
+    tree = tree_of("fedbuff", rounds=9, port=free_port(), options=BUFF, server={"away_seconds": 1.0})
+    with Run(tmp_path, tree, wishes={"odd": {"1": "slow"}, "slow_seconds": 1.5}) as run:
+        run.start()
+        run.run_until(lambda: run.happened(JobStarted, "north/1"), "the second job at north runs")
+        run.stop("north")
+        run.run_until(lambda: run.happened(FacilityLeft), "north is away")
+        until(lambda: (run.home("north") / "jobs/1/attempt-0/result.json").exists(), "the job ends without an agent")
+        run.start("north")
+        run.run_until(lambda: run.happened(FacilityJoined), "north is back")
+        run.run_to_end()
+        story = check(run, rounds=9)
+        assert ("north/1", 0) in story.receipts
+        assert dict(story.fates)["north/1", 0] == "aggregated"
+        ended_with(run, -signal.SIGKILL)
+
+
+# Jobs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [0.0, 3.0])
+def test_of_two_incarnations_that_both_finish_one_counts(tmp_path: Path, wait: float) -> None:
+    """The scheduler starts a job again while the old process lives on; the old one ends last, or first."""
+    tree = tree_of("fedavg", port=free_port(), options={"steps": 5})
+    wishes = {"odd": {"0": "deaf"}, "slow_seconds": 2.0}
+    with Run(tmp_path, tree, wishes=wishes, scheduler={"extra_waits": [wait, 0.0, 0.0, 0.0, 0.0]}) as run:
+        run.start()
+        home = run.home("north")
+        run.run_until(lambda: (home / "jobs/0/attempt-0/started").exists(), "the first job at north", 30.0)
+        scheduler = LocalScheduler(LocalSettings(), home)
+        (name,) = [job["name"] for job in run.jobs_running("north")]
+        run.run_until(lambda: bool(run.jobs_running("north")[0].get("group")), "it runs")
+        time.sleep(0.3)  # until it is deaf
+        scheduler.requeue(name)
+        run.run_to_end()
+        until(lambda: (home / "jobs/0/attempt-0/result.json").exists(), "the old incarnation ends too")
+        story = check(run)
+        assert (home / "jobs/0/attempt-1/result.json").exists()
+        assert [(e.job_id, e.attempt) for e in story.events(JobRequeued)][:1] == [("north/0", 1)]
+        assert ("north/0", 1) in story.receipts
+        assert ("north/0", 0) not in story.receipts
+        ended_with(run)
+
+
+def test_an_incarnation_that_starts_after_the_update_was_taken_is_ended(tmp_path: Path) -> None:
+    tree = tree_of("fedavg", rounds=4, port=free_port(), options={"steps": 5})
+    with Run(tmp_path, tree, wishes={"odd": {"0": "deaf"}, "slow_seconds": 0.5}) as run:
+        run.start()
+        home = run.home("north")
+        run.run_until(lambda: run.happened(JobStarted, "north/0"), "the first job at north")
+        run.run_until(lambda: (home / "jobs/0/attempt-0/result.json").exists(), "its result", 10.0)
+        (home / "jobs/0/attempt-1").mkdir(exist_ok=True)  # what its script does first
+        run.run_to_end()
+        story = check_fates_only(run)
+        assert not [key for key in story.receipts if key[0] == "north/0" and key[1] > 1]
+
+
+def check_fates_only(run: Run) -> Story:
+    from tests.faults.ledger_checks import check_counts, check_end, check_fates, check_models
+
+    story = run.story()
+    check_end(story, 3)
+    check_counts(story)
+    check_fates(story)
+    check_models(story, step_of)
+    return story
+
+
+def test_a_killed_worker_and_a_hung_worker_fail_and_are_replaced(tmp_path: Path) -> None:
+    tree = tree_of("fedavg", rounds=3, port=free_port(), options={"steps": 5})
+    wishes = {"odd": {"1": "hang", "2": "slow"}, "slow_seconds": 1.0}
+    with Run(tmp_path, tree, wishes=wishes, scheduler={"min_wall_seconds": 2.0}) as run:
+        run.start()
+        run.run_until(lambda: run.happened(JobStarted, "south/2"), "a job to kill")
+        (job,) = run.jobs_running("south")
+        os.killpg(job["group"], signal.SIGKILL)
+        run.run_to_end()
+        story = check(run)
+        reasons = {event.job_id: event.reason for event in story.events(JobFailed)}
+        assert reasons["north/1"] == WALL_TIME
+        assert reasons["south/1"] == WALL_TIME
+        assert "137" in reasons["south/2"]
+        ended_with(run)
+
+
+def test_a_real_worker_killed_between_its_update_and_its_result_handed_in_nothing(tmp_path: Path) -> None:
+    tree = tree_of("fedasync", rounds=2, port=free_port(), options={"steps": 3})
+    command = f"{sys.executable} -m fedqueue.training.worker {tmp_path}/run/config.json any"
+    agent = {
+        "command": command,
+        "environment": {"PYTHONPATH": str(SOURCE)},
+        "before": ['case "$job" in */0) export FEDQUEUE_FAILPOINT=worker.written;; esac'],
+    }
+    with Run(tmp_path, tree, agent=agent) as run:
+        run.start()
+        run.run_to_end()
+        story = check_run(
+            run.folder, [run.home(name) for name in FACILITIES], rounds=2, step=lambda job, attempt, place: 0.01
+        )
+        assert {event.job_id for event in story.events(JobFailed)} == {"north/0", "south/0"}
+        assert (run.home("north") / "jobs/0/attempt-0/update.safetensors").exists()
+
+
+def test_a_bad_update_is_rejected_with_its_reason_and_kept_aside(tmp_path: Path) -> None:
+    tree = tree_of("fedasync", rounds=6, port=free_port(), options={"steps": 5}, failures={"max_attempts": 20})
+    odd = {"0": "nan", "1": "truncated", "2": "shape", "3": "missing"}
+    with Run(tmp_path, tree, wishes={"odd": odd}) as run:
+        run.start()
+        run.run_to_end()
+        story = check(run, rounds=6)
+        reasons = {event.job_id: event.reason for event in story.events(UpdateRejected)}
+        assert "not finite" in reasons["north/0"]
+        assert "sha256" in reasons["north/1"]
+        assert "shape" in reasons["north/2"]
+        missing = {event.job_id: event.reason for event in story.events(JobFailed)}
+        assert "is not there" in missing["north/3"]
+        kept = {path.name.rpartition("-")[0] for path in (run.folder / "refused").iterdir()}
+        assert {"north@0-0", "north@1-0", "north@2-0", "south@0-0", "south@1-0", "south@2-0"} <= kept
+        ended_with(run)
+
+
+# Agents ------------------------------------------------------------------------------------------------
+
+
+def agent_line(config: Path, **environment: str) -> tuple[int, list[str]]:
+    """Exit code, and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedqueue", "agent", str(config)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_second_agent_is_refused_in_one_line(tmp_path: Path) -> None:
+    tree = tree_of("fedasync", rounds=3, port=free_port(), options={"steps": 5})
+    with Run(tmp_path, tree) as run:
+        run.start(COORDINATOR, "north")  # the run does not start: south is not there
+        run.run_until(lambda: (run.home("north") / "lease.json").exists(), "the first agent")
+        code, said = agent_line(run.toml("north"))
+        assert code == 10
+        assert len(said) == 1
+        assert "an agent for this facility runs on this host" in said[0]
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "credential").write_bytes((run.home("north") / "credential").read_bytes())
+        (elsewhere / "credential").chmod(0o600)
+        other = tmp_path / "other.toml"
+        other.write_text(run.toml("north").read_text().replace(str(run.home("north")), str(elsewhere)))
+        time.sleep(0.5)  # several polls of the first
+        code, said = agent_line(other)
+        assert code == 9
+        assert "another agent of north is at work" in said[-1]
+        run.start("south")
+        run.run_to_end()
+        check(run)
+        ended_with(run)
+
+
+def test_agents_that_only_visit_bring_a_run_to_its_end(tmp_path: Path) -> None:
+    tree = tree_of("fedbuff", rounds=2, port=free_port(), options=BUFF)
+    with Run(tmp_path, tree) as run:
+        for name in FACILITIES:
+            run.actors[name].argv.append("--once")
+            run.actors[name].visits = True
+        run.start()
+        run.run_until(lambda: run.actors[COORDINATOR].done, "the end of the run", 90.0)
+        check(run, rounds=2)
+
+
+def test_a_facility_whose_agent_lost_its_home_gives_its_jobs_up_and_goes_on(tmp_path: Path) -> None:
+    tree = tree_of("fedavg", rounds=3, port=free_port(), options={"steps": 5})
+    with Run(tmp_path, tree, wishes={"odd": {"1": "slow"}, "slow_seconds": 30.0}) as run:
+        run.start()
+        run.run_until(lambda: run.happened(JobStarted, "north/1"), "a job at north")
+        agent = run.actors["north"]
+        assert agent.process is not None
+        os.kill(agent.process.pid, signal.SIGTERM)
+        until(lambda: agent.process is not None and agent.process.poll() is not None, "the agent ends")
+        run.stop("north")
+        for job in run.jobs_running("north"):
+            os.killpg(job["group"], signal.SIGKILL)
+        until(lambda: not run.jobs_running("north"), "no job is left")
+        subprocess.run(["rm", "-rf", *(str(p) for p in run.home("north").iterdir() if p.name != "credential")])
+        run.start("north")
+        for job in run.jobs_running("south"):  # slow too
+            os.killpg(job["group"], signal.SIGKILL)
+        run.run_until(lambda: run.happened(JobFailed, "north/1"), "north/1 is given up")
+        run.run_to_end()
+        story = check(run)
+        (given_up,) = [event for event in story.events(JobFailed) if event.job_id == "north/1"]
+        assert "lost its journal" in given_up.reason
+        assert len(updates(story, "north")) >= 3
+
+
+def test_a_facility_whose_clock_is_minutes_off_is_as_good_as_another(tmp_path: Path) -> None:
+    tree = tree_of("jit", rounds=5, port=free_port(), options={"min_steps": 3})
+    tree["run"]["round_length"] = 1.0
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 420.0\n")
+    (shim / "date").write_text('#!/bin/bash\nexec /bin/date --date="+420 seconds" "$@"\n')
+    (shim / "date").chmod(0o755)
+    with Run(tmp_path, tree) as run:
+        wishes = json.dumps({})
+        command = f"{sys.executable} {WORKER} '{wishes}'"
+        run.write_agent("south", {"command": command}, {})
+        run.actors["south"].environment = {
+            "PATH": f"{shim}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{shim}:{SOURCE}",
+        }
+        run.start()
+        run.run_to_end()
+        story = check(run, rounds=5)
+        for event in story.events(JobStarted):
+            assert event.ago < 60.0
+            assert event.admission_delay < 60.0
+        fates = dict(story.fates)
+        assert any(fates[key] == "aggregated" for key in updates(story, "south"))
+        bound = [e.bound for e in story.events(JobStarted) if e.bound is not None and e.job_id.startswith("south/")]
+        assert bound
+        assert all(work.train_budget is not None and work.train_budget < 10.0 for work in bound)
+        ended_with(run)

@@ -1,0 +1,72 @@
+"""What a crash leaves of files, and the list of failpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedqueue.errors import StorageError
+from fedqueue.runtime.journal import FILE as JOURNAL
+from fedqueue.runtime.journal import Journal
+from fedqueue.runtime.store import Store
+from tests.faults.harness import (
+    SOURCE,
+)
+
+
+def kinds(home: Path) -> list[str]:
+    journal = Journal(home)
+    found = [entry["kind"] for entry in journal.lines()]
+    journal.close()
+    return found
+
+
+@pytest.mark.parametrize("lost", [1, 20, 60])
+def test_journal_entries_that_belong_together_are_kept_or_lost_together(tmp_path: Path, lost: int) -> None:
+    journal = Journal(tmp_path)
+    journal.append({"kind": "alone"})
+    journal.append({"kind": "submitted", "sequence": 3}, {"kind": "report", "n": 1, "report": {"kind": "submitted"}})
+    journal.close()
+    path = tmp_path / JOURNAL
+    os.truncate(path, path.stat().st_size - lost)  # as a crash leaves it
+    assert kinds(tmp_path) == ["journal", "alone"]
+
+
+def test_a_journal_that_cannot_be_made_short_stays_and_goes_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    (tmp_path / f"{JOURNAL}.part").mkdir()
+    with pytest.raises(StorageError, match="make room"):
+        journal.rewrite([{"kind": "memory"}])
+    journal.append({"kind": "after"})
+    journal.close()
+    assert kinds(tmp_path) == ["journal", "after"]
+
+
+def test_a_journal_made_short_is_the_one_that_is_written_to(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append({"kind": "before"})
+    journal.rewrite([{"kind": "memory"}])
+    journal.append({"kind": "after"})
+    journal.close()
+    assert kinds(tmp_path) == ["memory", "after"]
+
+
+def test_the_uploads_of_a_facility_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    mine, other = store.upload("a", 1, 0, "f" * 64), store.upload("a-1", 0, 0, "f" * 64)
+    mine.touch()
+    other.touch()
+    store.drop_uploads("a", 1)
+    assert (mine.exists(), other.exists()) == (False, True)
+
+
+def test_no_failpoint_is_listed_twice_or_dead() -> None:
+    from fedqueue.runtime.failpoints import POINTS
+
+    assert len(set(POINTS)) == len(POINTS)
+    text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py") if path.name != "failpoints.py")
+    used: list[Any] = [point for point in POINTS if f'failpoint("{point}")' in text or f'"{point}"' in text]
+    assert used == list(POINTS)

@@ -1,0 +1,139 @@
+"""A job that speaks the file contract and nothing else: no numpy, no fedqueue, so that starting it costs little.
+
+    python -I -S worker.py '{"train_seconds": 0.1, "odd": {"2": "nan"}}'
+
+It adds to the model what only this job and attempt adds (`step_of`), so that from a final model one can tell what was
+left out or counted twice. `odd` names jobs by number that do something else: see `main`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import sys
+import time
+import zlib
+from typing import Any
+
+
+def step_of(job_id: str, attempt: int, place: int, same: bool = False) -> float:
+    """What an update adds to the value at `place`; exact in single precision. `same`: all add the same."""
+    mark = 1 if same else zlib.crc32(f"{job_id}/{attempt}".encode())
+    return ((mark >> (place % 16)) % 64 + 1) / 256
+
+
+def read_values(path: str) -> tuple[bytes, list[float]]:
+    """Header (with its length before it) and values of a safetensors file of float32."""
+    with open(path, "rb") as file:
+        data = file.read()
+    start = 8 + int.from_bytes(data[:8], "little")
+    return data[:start], list(struct.unpack(f"<{(len(data) - start) // 4}f", data[start:]))
+
+
+def write_whole(path: str, data: bytes) -> None:
+    with open(path + ".part", "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+def write_json(path: str, value: object) -> None:
+    write_whole(path, json.dumps(value).encode())
+
+
+def wait_for(path: str) -> None:
+    until = time.monotonic() + 20.0
+    while not os.path.exists(path):
+        if time.monotonic() > until:
+            raise SystemExit(f"{path} did not come")
+        time.sleep(0.02)
+
+
+def bind(order: dict[str, Any], folder: str, started: float) -> dict[str, Any]:
+    """Take standing work, roughly as fit.py does."""
+    wait_for(order["standing"])
+    with open(order["standing"], encoding="utf-8") as file:
+        standing = json.load(file)
+    now = time.time()
+    index, budget = 0, standing["next_cutoff"] - standing["overhead"] - started
+    while budget < standing["min_steps"] / standing["steps_per_second"]:
+        index, budget = index + 1, budget + standing["round_length"]
+    steps = max(standing["min_steps"], int(budget * standing["steps_per_second"]))
+    bound = {"standing": standing["number"], "cutoff_index": index, "base_version": standing["version"]}
+    work = {"steps": steps, "learning_rate": standing["learning_rate"], "train_budget": budget}
+    write_json(
+        f"{folder}/bound.json",
+        {**bound, **work, "bound_at": now, "lingered": 0.0, "startup_seconds": max(0.0, now - started)},
+    )
+    return {**work, "base_version": standing["version"], "model": standing["model"]}
+
+
+def hand_in(folder: str, work: dict[str, Any], began: float, data: bytes, **metrics: float) -> None:
+    finished = time.time()
+    result = {
+        "base_version": work["base_version"],
+        "steps_done": max(1, int(work["steps"])),
+        "train_seconds": finished - began,
+        "samples": 1,
+        "nodes": 1,
+        "device": "cpu",
+        "metrics": metrics,
+        "began_at": began,
+        "finished_at": finished,
+        "stopped_by": "steps",
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest() if data else "",
+    }
+    write_json(f"{folder}/result.json", result)
+
+
+def main() -> None:
+    wishes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    job, attempt = os.environ["FEDQUEUE_JOB"], int(os.environ["FEDQUEUE_ATTEMPT"])
+    folder = f"{job}/attempt-{attempt}"
+    with open(f"{job}/order.json", encoding="utf-8") as file:
+        order = json.load(file)
+    odd = wishes.get("odd", {}).get(order["job_id"].rpartition("/")[2]) if attempt == 0 else None
+    with open(f"{folder}/started", encoding="utf-8") as file:
+        started = float(file.read())
+    work = {**order["assignment"], "model": order["model"]} if order["assignment"] else bind(order, folder, started)
+    wait_for(work["model"])
+    began = time.time()
+    if odd == "hang":
+        time.sleep(1000.0)
+    if odd in ("slow", "deaf"):  # deaf: an old incarnation that its scheduler cannot end
+        if odd == "deaf" and (child := os.fork()):
+            raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if odd == "deaf":
+            os.setsid()
+        time.sleep(wishes["slow_seconds"])
+    if order["purpose"] == "evaluate":
+        hand_in(folder, work, began, data=b"", score=0.5)
+        return
+    seconds = min(work["train_budget"] or 1e9, work["steps"] / 50.0, wishes.get("train_seconds", 0.1))
+    time.sleep(max(0.0, seconds))
+    header, values = read_values(work["model"])
+    same = bool(wishes.get("same"))
+    values = [value + step_of(order["job_id"], attempt, place, same) for place, value in enumerate(values)]
+    if odd == "nan":
+        values[0] = float("nan")
+    if odd == "shape":
+        text = header[8:].replace(b"[32]", b"[31]").rstrip() + b" "
+        header, values = len(text).to_bytes(8, "little") + text, values[:31]
+    data = header + struct.pack(f"<{len(values)}f", *values)
+    if odd == "shape":
+        data = data.replace(b"[0,128]", b"[0,124]")
+    write_whole(f"{folder}/update.safetensors", data[:-8] if odd == "truncated" else data)
+    if odd == "missing":
+        os.unlink(f"{folder}/update.safetensors")
+    if os.environ.get("FEDQUEUE_FAILPOINT", "").startswith("worker.written"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    hand_in(folder, work, began, data, loss=0.5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Real runs on this machine through the built-in queue: what a user's script, config and operator can count on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fedqueue.cli import main
+from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.runs import replay
+from tests.slurm import wait_for
+
+WORKER = """
+import time
+import numpy as np
+import fedqueue
+from safetensors.numpy import load_file
+
+with fedqueue.participate() as work:
+    if work.purpose == "evaluate":
+        work.submit(metrics={"score": float(load_file(work.model_path)["adapter.a"][0])})
+    else:
+        tensors = load_file(work.model_path)
+        assert "frozen.w" not in tensors, "it should have stayed at home"
+        for step in work.steps():
+            time.sleep(0.02)
+        tensors["adapter.a"] = tensors["adapter.a"] + 1
+        (work.state_dir / "visits").open("a").write("x")
+        work.submit({**tensors, "frozen.w": np.ones(3, np.float32)})
+"""
+
+CONFIG = """
+[run]
+name = "small"
+strategy = "fedavg"
+rounds = 3
+round_length = 2.0
+
+[strategy.fedavg]
+steps = 5
+
+[model]
+initial = "first.safetensors"
+include = ["adapter.*"]
+
+[worker]
+command = "{python} worker.py"
+poll_seconds = 0.2
+
+[[facility]]
+name = "north"
+queue = {{ kind = "fixed", delay = 0.2 }}
+
+[[facility]]
+name = "south"
+"""
+
+
+@pytest.fixture
+def config(in_tmp: Path) -> Path:
+    (in_tmp / "worker.py").write_text(WORKER)
+    first = {"adapter.a": np.zeros(4, np.float32), "frozen.w": np.zeros(3, np.float32)}
+    save_file(first, in_tmp / "first.safetensors")
+    path = in_tmp / "small.toml"
+    path.write_text(CONFIG.format(python=sys.executable))
+    return path
+
+
+def run(config: Path, *changes: str) -> tuple[dict[str, Any], Path]:
+    folder = config.parent / "run"
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--json", "--no-plots", "--out", str(folder)]
+    if changes:
+        argv += ["--set", *changes]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    replay(folder)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary, folder
+
+
+def test_only_declared_tensors_travel_and_state_stays_at_the_facility(config: Path) -> None:
+    summary, folder = run(config)
+    assert summary["rounds"] == 3
+    final = load_file(folder / "model.safetensors")
+    assert set(final) == {"adapter.a"}
+    assert final["adapter.a"] == pytest.approx(3.0), "each round moved it by one"
+    assert len((folder / "facilities/north/state/visits").read_text()) >= 3
+    assert (folder / "summary.json").exists()
+
+
+def test_receipts_say_what_was_really_done(config: Path) -> None:
+    _, folder = run(config)
+    with LedgerReader(folder / FILE) as ledger:
+        rows = ledger.rows("SELECT body FROM events WHERE kind = 'UpdateArrived'")
+    receipts = [json.loads(row["body"])["receipt"] for row in rows]
+    assert len(receipts) >= 6
+    for receipt in receipts:
+        assert receipt["steps_done"] == 5
+        assert receipt["train_seconds"] > 0
+        assert receipt["nodes"] == 1
+        assert receipt["device"] == "cpu"
+        assert len(receipt["digest"]) == 64
+
+
+def test_facility_scores_models_where_the_run_says_so(config: Path) -> None:
+    summary, _ = run(config, "evaluation.where=south", "run.targets=[2.5]")
+    assert summary["score"]["final"] == pytest.approx(3.0), "the last model's score is waited for"
+    assert summary["time_to"]["2.50"] is not None
+
+
+def test_command_beside_the_coordinator_scores_models(config: Path) -> None:
+    script = (
+        "import json, os; from safetensors.numpy import load_file; "
+        "print(json.dumps({'score': float(load_file(os.environ['FEDQUEUE_MODEL'])['adapter.a'].mean())}))"
+    )
+    (config.parent / "score.py").write_text(script)
+    summary, _ = run(config, f"evaluation.command='{sys.executable} score.py'")
+    assert summary["score"]["final"] == pytest.approx(3.0)
+
+
+def test_interrupted_run_goes_on_where_it_was(config: Path) -> None:
+    folder = config.parent / "run"
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
+    argv += ["--set", "run.rounds=6"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    wait_for(lambda: models(folder) >= 2, 60.0, "two models")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"fedqueue run {folder}" in out
+    done = subprocess.run(
+        [sys.executable, "-m", "fedqueue", "run", str(folder), "--json", "--no-plots"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(done.stdout)["rounds"] == 6
+    replay(folder)
+    assert load_file(folder / "model.safetensors")["adapter.a"] == pytest.approx(6.0)
+    with LedgerReader(folder / FILE) as ledger:
+        (resumed,) = ledger.rows("SELECT body FROM events WHERE kind = 'CoordinatorResumed'")
+    assert json.loads(resumed["body"])["down_seconds"] > 0
+
+
+def models(folder: Path) -> int:
+    if not (folder / FILE).exists():
+        return 0
+    try:
+        with LedgerReader(folder / FILE) as ledger:
+            return int(ledger.rows("SELECT count(*) AS n FROM models")[0]["n"])
+    except Exception:  # it is being made
+        return 0
+
+
+def test_training_command_that_fails_is_told_in_one_line_and_the_run_ends(config: Path) -> None:
+    (config.parent / "worker.py").write_text("raise SystemExit(3)")
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", "run"]
+    changes = ["failures.max_attempts=1", "failures.suspend_seconds=0.1", "failures.max_suspensions=0"]
+    done = subprocess.run([*argv, "--set", *changes], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    with LedgerReader(Path("run") / FILE) as ledger:
+        assert ledger.meta["stopped"] == "no facility is left"
+        failures = {row["failure"] for row in ledger.rows("SELECT failure FROM jobs")}
+    assert any("exit code 3" in str(failure) for failure in failures), failures
+
+
+def test_settings_of_a_real_run_that_do_not_fit_are_refused_in_one_line(config: Path, capsys: Any) -> None:
+    assert main(["run", str(config), "--set", "model.initial=none.safetensors", "--out", "x"]) == 2
+    assert "model.initial" in capsys.readouterr().err
+    assert main(["run", str(config), "--set", "model.include=['nothing*']", "--out", "y"]) != 0
+    assert "no tensor's name matches" in capsys.readouterr().err
+    assert main(["run", str(config.parent)]) == 5
+    assert "is not the folder of a real run" in capsys.readouterr().err
+
+
+def test_run_folder_has_one_coordinator(config: Path) -> None:
+    folder = config.parent / "run"
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: (folder / "address.json").exists(), 60.0, "a coordinator")
+        second = subprocess.run(
+            [sys.executable, "-m", "fedqueue", "run", str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert second.returncode == 5
+        assert "at work already" in second.stderr
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
