@@ -57,6 +57,12 @@ CHUNK_VALUES = 1 << 18
 """Values summed at a time: 1 MiB of float32."""
 CHUNK_BYTES: Final = 1 << 20
 
+OTHER_BYTES: Final = "its sha256 is"
+"""Begins the reason for refusing a file that is not the one that was meant."""
+
+_LARGEST: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+"""The largest number of a type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileContribution:
@@ -123,14 +129,14 @@ def check(path: Path, like: Path, *, sha256: str | None = None) -> str | None:
         if reason is not None and sha256 is None:
             return reason
         entries = list(header.entries.values()) if header is not None and reason is None else []
-        digest, bad = _pass_over(path, file, entries)
+        digest, bad = _pass_over(path, file, entries, expected.kinds())
     if sha256 is not None and digest != sha256:
-        return f"its sha256 is {digest}, expected {sha256}"
+        return f"{OTHER_BYTES} {digest}, expected {sha256}"
     return reason or bad
 
 
-def _pass_over(path: Path, file: int, entries: Sequence[Entry]) -> tuple[str, str | None]:
-    """The sha256 of the whole file, and the first of these tensors (in file order) that is not finite."""
+def _pass_over(path: Path, file: int, entries: Sequence[Entry], like: Mapping[str, Kind]) -> tuple[str, str | None]:
+    """The sha256 of the whole file, and the first of these tensors (in file order) that is not finite in the model."""
     digest, size, reason = hashlib.sha256(), os.fstat(file).st_size, None
     buffer, scratch = np.empty(CHUNK_BYTES, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
 
@@ -145,7 +151,13 @@ def _pass_over(path: Path, file: int, entries: Sequence[Entry]) -> tuple[str, st
     for entry in entries:
         for _ in pieces(place, entry.begin):
             pass
-        bad = sum(_count_not_finite(piece, entry.number, scratch) for piece in pieces(entry.begin, entry.end))
+        most = _LARGEST.get(like[entry.name].type) if like[entry.name].type != entry.number.name else None
+        bad = 0
+        for piece in pieces(entry.begin, entry.end):
+            bad += _count_not_finite(piece, entry.number, scratch)
+            if most is not None and not bad:  # finite in its own type, and not in the narrower one of the model
+                wide = _widened(piece, entry.code, np.empty(len(piece) // entry.number.size, np.float64))
+                bad += int(np.count_nonzero(np.abs(wide) > most))
         if bad and reason is None:
             reason = not_finite(entry.name, bad, entry.values)
         place = entry.end

@@ -97,7 +97,7 @@ def _invite(args: argparse.Namespace) -> int:
     from fedqueue.runtime.enrolment import invitation
 
     answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
-    text = invitation(answer["url"], answer["token"], answer["certificate"])
+    text = invitation(answer["url"], answer["token"], answer["certificate"], answer["run"])
     if args.out is not None:
         write_secret(args.out, text + "\n")
         print(f"wrote {args.out}: it lets {args.facility} enrol once, within a week; pass it on in private")

@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -145,10 +146,11 @@ class Coordinator:
             nodes={facility.name: facility.nodes for facility in self.config.facility},
             targets=self.config.run.targets,
         )
-        self.received: dict[str, int] = {}  # journal -> newest report
+        self.received: dict[tuple[str, str], int] = {}  # facility, journal -> newest report
         with LedgerReader(ledger_path) as reader:
             self.strategy: Strategy = rebuild_strategy(reader.meta)
             self.books.models[0] = reader.meta["first_model"]
+            self.run_id: str = reader.meta["run"]
             for name in reader.meta.get("left", []):
                 self.presence[name].left = True
             heartbeat = reader.meta.get("heartbeat") or {"clock": 0.0, "wall": time.time()}
@@ -166,7 +168,8 @@ class Coordinator:
                 facility, _, rest = row["origin"].partition("/")
                 journal, _, n = rest.rpartition("/")
                 if facility in self.presence and n.isdigit():
-                    self.received[journal] = max(self.received.get(journal, 0), int(n))
+                    key = (facility, journal)
+                    self.received[key] = max(self.received.get(key, 0), int(n))
                     self.presence[facility].journal = journal
         self._ledger = Ledger(ledger_path, None)
         if differs:
@@ -174,7 +177,8 @@ class Coordinator:
         clock_at = max(self.books.at, heartbeat["clock"])
         self.clock = RunClock(clock_at)
         self._down_seconds = max(0.0, time.time() - heartbeat["wall"])
-        watched: list[Listener] = [self._write, self.books, self.tally, *self._listeners]
+        # The books first: what they cannot take must not be on record, or no start could read it again.
+        watched: list[Listener] = [self.books, self.tally, self._write, *self._listeners]
         self._engine = Engine(self.strategy, self, watched)
         if self.books.events and self.books.stopped is None:
             if not self.books.paused:
@@ -209,7 +213,14 @@ class Coordinator:
         self._scorer.close()
         self._maker.shutdown(wait=True, cancel_futures=True)
         self._send_away()
-        self._ledger.abandon()
+        if self.books.stopped is not None:
+            self._ledger.seal()
+        else:
+            self._ledger.abandon()
+
+    def together(self) -> AbstractContextManager[None]:
+        """What is told inside is one transaction: a facility's reports come several at a time."""
+        return self._ledger.together()
 
     def _send_away(self) -> None:
         """Whoever still waits for an answer is told to come again."""

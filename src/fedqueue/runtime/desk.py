@@ -18,6 +18,7 @@ from fedqueue.runtime.books import OpenJob
 from fedqueue.runtime.coordinator import Coordinator, Presence, Refused
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.reports import Handin, Poll, Report, event_of
+from fedqueue.runtime.store import sync
 from fedqueue.wire import body
 
 CHECK_SECONDS: Final = 5.0
@@ -50,14 +51,15 @@ class Desk:
             coordinator.lost_journal(facility, asked.journal)
         presence.journal = asked.journal
         coordinator.heard(facility)
-        known = coordinator.received.get(asked.journal, 0)
+        known = coordinator.received.get((facility, asked.journal), 0)
         if asked.reports and asked.reports[0].n > known + 1:
             first = asked.reports[0].n
             raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
-        for report in asked.reports:
-            if report.n > known:
-                self._take(facility, asked.journal, report)
-                known = report.n
+        with coordinator.together():
+            for report in asked.reports:
+                if report.n > known:
+                    self._take(facility, asked.journal, report)
+                    known = report.n
         coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
         failpoint("answer.before")
         answer = self._answer(facility, asked, known)
@@ -84,7 +86,7 @@ class Desk:
         posts = coordinator.books.facilities[facility].posts
         event = event_of(report, facility, coordinator.now, posts)
         coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
-        coordinator.received[journal] = report.n
+        coordinator.received[facility, journal] = report.n
 
     def _answer(self, facility: str, asked: Poll, received: int) -> dict[str, Any]:
         books = self._coordinator.books
@@ -158,7 +160,10 @@ class Desk:
             raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
         if size > coordinator.store.room():
             raise Refused(507, "the coordinator's disk is full; the update can come later")
-        return coordinator.store.upload(facility, sequence, attempt, digest)
+        path = coordinator.store.upload(facility, sequence, attempt, digest)
+        if (job.order.job_id, attempt) not in self._checks:
+            coordinator.store.drop_uploads(facility, sequence, keep=path)  # one a job: digests must not fill the disk
+        return path
 
     def _open(self, facility: str, sequence: int, attempt: int) -> OpenJob:
         job = self._coordinator.books.job(job_id(facility, sequence))
@@ -218,6 +223,10 @@ class Desk:
         coordinator = self._coordinator
         self._open(facility, sequence, attempt)  # it may have been closed while its bytes were looked at
         key = job_id(facility, sequence)
+        if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
+            # Not what was sent, or not what was meant: it may come again.
+            coordinator.store.drop_uploads(facility, sequence)
+            raise Refused(409, reason, offset=0)
         if reason is not None:
             if upload.exists() and upload.suffix == ".part":
                 coordinator.store.refuse(upload)
@@ -244,10 +253,13 @@ class Desk:
 
 
 def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
-    """In a checker's thread: one pass over the file."""
+    """In a checker's thread: one pass over the file. What is found good is on the disk then."""
     if like is None or not like.exists():
         return "the model it was trained from is no longer here"
     try:
-        return tensorfile.check(upload, like, sha256=digest)
+        reason = tensorfile.check(upload, like, sha256=digest)
+        if reason is None:
+            sync(upload)
+        return reason
     except tensorfile.TensorFileError as error:
         return str(error).replace(str(upload), "the update")

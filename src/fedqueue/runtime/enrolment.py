@@ -29,9 +29,10 @@ class Enrolment:
     facility: str
     credential: str
     certificate: str | None = None  # PEM, where the coordinator's is of its own making
+    run: str = ""  # which one
 
     def __post_init__(self) -> None:
-        texts = (self.url, self.facility, self.credential, self.certificate or "")
+        texts = (self.url, self.facility, self.credential, self.certificate or "", self.run)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("it must hold texts")
         if not NAME.fullmatch(self.facility) or not SECRET.fullmatch(self.credential):
@@ -71,9 +72,9 @@ def make_home(home: Path) -> None:
         raise StorageError(f"{home}: cannot be made: {error.strerror}; choose another home") from None
 
 
-def invitation(url: str, token: str, certificate: str | None) -> str:
-    """One word that holds all a facility needs to enrol; good once."""
-    packed = json.dumps({"url": url, "token": token, "certificate": certificate}).encode()
+def invitation(url: str, token: str, certificate: str | None, run: str) -> str:
+    """One word that holds all a facility needs to enrol; good once. `run` tells runs apart, whatever their names."""
+    packed = json.dumps({"url": url, "token": token, "certificate": certificate, "run": run}).encode()
     return MARK + base64.urlsafe_b64encode(packed).decode()
 
 
@@ -81,6 +82,10 @@ def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
     """Use an invitation; the credential is in the home then."""
     held = _open(text)
     make_home(home)  # while the invitation is still good
+    if (home / FILE).exists() and Enrolment.load(home).run not in ("", held["run"]):
+        raise ConfigError(
+            f"{home}: belongs to another run, whose jobs and journal it holds; name another home for this one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         ca = None
         if held["certificate"] is not None:
@@ -95,6 +100,7 @@ def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
             facility=answer.get("facility", ""),
             credential=answer.get("credential", ""),
             certificate=held["certificate"],
+            run=held["run"],
         )
     except ValueError as error:
         raise ConfigError(f"{held['url']}: its answer is no enrolment: {error}; is it a coordinator?") from None
@@ -108,7 +114,7 @@ def _open(text: str) -> dict[str, Any]:
         if not word.startswith(MARK):
             raise ValueError
         held = json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK)))
-        if not isinstance(held, dict) or set(held) != {"url", "token", "certificate"}:
+        if not isinstance(held, dict) or set(held) != {"url", "token", "certificate", "run"}:
             raise ValueError
         if not all(isinstance(text, str) for text in (held["url"], held["token"], held["certificate"] or "")):
             raise ValueError

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedqueue.runtime.agent_settings import AgentSettings
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.jobfolder import JobFolder, script
 from fedqueue.runtime.reports import PROTOCOL
-from fedqueue.runtime.schedulers import JobRequest, Scheduler, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
-from fedqueue.runtime.schedulers.settings import SchedulerSettings
+from fedqueue.runtime.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.runtime.shelf import Shelf
-from fedqueue.runtime.works import Notes
+from fedqueue.runtime.station import Station
 
 WALL_SECONDS = 1800.0
 
@@ -28,37 +26,22 @@ WALL_SECONDS = 1800.0
 class Evaluation:
     """One model at a time, the newest that is asked for. What a killed agent had begun is found by its name."""
 
-    def __init__(
-        self,
-        facility: str,
-        settings: AgentSettings,
-        scheduling: SchedulerSettings,
-        scheduler: Scheduler,
-        shelf: Shelf,
-        notes: Notes,
-        worker: Path | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._facility = facility
-        self._worker = worker
-        self._settings = settings
-        self._scheduling = scheduling
-        self._scheduler = scheduler
+    def __init__(self, station: Station, shelf: Shelf, worker: Path | None) -> None:
+        self._station = station
         self._shelf = shelf
-        self._notes = notes
-        self._say = say
+        self._worker = worker
         self._wanted: Mapping[str, Any] | None = None
         self._version: int | None = None  # under way
         self._job = ""
         self._missing_since: float | None = None  # monotonic
         # Scored, or in vain. What was reported before we were killed may be on its way still.
-        reports = notes.memory.reports.values()
+        reports = station.memory.reports.values()
         self._done: set[int] = {report["version"] for report in reports if report["kind"] == "scored"}
 
     def want(self, asked: Mapping[str, Any] | None) -> None:
-        if asked is not None and self._settings.evaluate_command is None:
+        if asked is not None and self._station.settings.evaluate_command is None:
             if -1 not in self._done:
-                self._say("the run wants its models scored here, but agent.evaluate_command is not set")
+                self._station.say("the run wants its models scored here, but agent.evaluate_command is not set")
                 self._done.add(-1)
             return
         self._wanted = asked
@@ -79,48 +62,48 @@ class Evaluation:
             if not self._job:
                 self._version = None  # not begun: the next turn asks again
         except SubmitRefusedError as refused:
-            self._say(f"model {self._version} cannot be scored: {refused.reason}")
+            self._station.say(f"model {self._version} cannot be scored: {refused.reason}")
             self._end()
 
     def stop(self) -> None:
         """The run is over: nobody waits for a score any more."""
         if self._version is not None and self._job:
             with suppress(SchedulerUnreachableError):
-                self._scheduler.cancel(self._job)
+                self._station.scheduler.cancel(self._job)
 
     def _folder(self, version: int) -> JobFolder:
         return JobFolder(self._shelf.home, f"eval-{version}")
 
     def _begin(self, version: int, model: str) -> None:
         folder = self._folder(version)
-        name = f"fq-{self._notes.memory.journal_id[:8]}-eval-{version}"
+        name = f"fq-{self._station.notes.memory.journal_id[:8]}-eval-{version}"
         self._version, self._job, self._missing_since = version, "", None
-        found = self._scheduler.find(name)
+        found = self._station.scheduler.find(name)
         if found is None:
-            wall = clamp_wall(WALL_SECONDS, self._scheduling)
+            wall = clamp_wall(WALL_SECONDS, self._station.scheduling)
             text = script(
                 folder,
-                command=self._settings.evaluate_command or "",
-                before=self._settings.before,
-                environment=self._settings.environment,
+                command=self._station.settings.evaluate_command or "",
+                before=self._station.settings.before,
+                environment=self._station.settings.environment,
                 python_path=self._worker,
                 label=f"evaluation of model {version}",
             )
             folder.prepare(self._order(version, model, wall), text)
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
-            found = self._scheduler.submit(request)
+            found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
         self._job = found
 
     def _order(self, version: int, model: str, wall: float) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL,
-            "job_id": f"{self._facility}/eval-{version}",
-            "facility": self._facility,
+            "job_id": f"{self._station.facility}/eval-{version}",
+            "facility": self._station.facility,
             "round": version,
             "purpose": "evaluate",
             "wall_seconds": wall,
-            "nodes": getattr(self._scheduling, "nodes", 1),
+            "nodes": self._station.nodes,
             "standing": str(self._shelf.standing_path),
             "state_dir": str(self._shelf.home / "state"),
             "model": model,
@@ -133,17 +116,19 @@ class Evaluation:
         if result is not None:
             metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
             if "score" in metrics:
-                self._notes.note(self._notes.report(kind="scored", version=version, metrics=metrics))
+                self._station.notes.note(self._station.notes.report(kind="scored", version=version, metrics=metrics))
             else:
-                self._say(f"model {version} was not scored: its job handed in no metric of the name score")
+                self._station.say(f"model {version} was not scored: its job handed in no metric of the name score")
             self._end()
             return
-        status = self._scheduler.poll([self._job]).get(self._job)
+        status = self._station.scheduler.poll([self._job]).get(self._job)
         if status is not None and status.phase != "ended":
             return
         self._missing_since = self._missing_since or time.monotonic()
-        if time.monotonic() - self._missing_since > self._settings.grace_seconds:
-            self._say(f"model {version} was not scored: its job left no scores; see jobs/eval-{version}/output.txt")
+        if time.monotonic() - self._missing_since > self._station.settings.grace_seconds:
+            self._station.say(
+                f"model {version} was not scored: its job left no scores; see jobs/eval-{version}/output.txt"
+            )
             self._end()
 
     def _end(self) -> None:

@@ -48,6 +48,7 @@ class Agents:
                 facility=facility.name,
                 credential=credential,
                 certificate=address["certificate"],
+                run=address["run"],
             ).save(home)
             (home / "agent.toml").write_text(self._toml(facility))
         self._stopped.clear()

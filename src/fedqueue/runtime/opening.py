@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import sqlite3
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from fedqueue import tensorfile
 from fedqueue.config import Config, parse
-from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.errors import ConfigError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.runs import SUMMARY, describe, write_json
@@ -39,26 +39,33 @@ def stored_config(folder: Path) -> Config:
 
 def ensure_ledger(config: Config, folder: Path) -> None:
     """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
+    if has_ledger(folder):
+        return
     path = folder / FILE
-    if path.exists():
-        if _has_meta(path):
-            return
-        for left in (path, *folder.glob(f"{FILE}-*")):
-            left.unlink(missing_ok=True)
+    for left in (path, *folder.glob(f"{FILE}-*")):
+        left.unlink(missing_ok=True)
     digest, sizes = _first(config, folder)
     plan = make_plan(config, sizes)
     meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
-    Ledger(path, {**meta, "first_model": digest}).close()
+    Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest}).close()
 
 
-def _has_meta(path: Path) -> bool:
-    with suppress(sqlite3.DatabaseError):
-        database = sqlite3.connect(path)
-        try:
-            return database.execute("SELECT 1 FROM meta WHERE key = 'first_model'").fetchone() is not None
-        finally:
-            database.close()
-    return False
+def has_ledger(folder: Path) -> bool:
+    """Whether the run has begun. A ledger that cannot be read now (a full disk is enough) is not one that is missing:
+    it must never be made anew."""
+    path = folder / FILE
+    if not path.exists():
+        return False
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        found = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+        return found is not None
+    except sqlite3.OperationalError as error:
+        raise StorageError(f"{path}: cannot be read: {error}; make room; nothing was lost") from None
+    except sqlite3.DatabaseError as error:
+        raise RunFolderError(f"{path}: is not a ledger: {error}; put back the one that was there") from None
+    finally:
+        database.close()
 
 
 def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
@@ -113,6 +120,9 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
     write_json(folder / SUMMARY, summary)
     newest = coordinator.store.path(coordinator.books.models[coordinator.books.newest])
     beside = folder / f"{FINAL}.part"
-    shutil.copyfile(newest, beside)
-    beside.replace(folder / FINAL)
+    try:
+        shutil.copyfile(newest, beside)
+        beside.replace(folder / FINAL)
+    except OSError as error:
+        raise StorageError(f"{folder / FINAL}: cannot be written: {error.strerror}; make room") from None
     return summary

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +12,6 @@ from typing import Any, Final
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.errors import RunFolderError, StorageError
-from fedqueue.ledger import FILE
 from fedqueue.runtime.access import Access
 from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.failpoints import failpoint
@@ -46,8 +44,7 @@ def coordinate(
         stack.callback(listener.close)
         while True:
             try:
-                if not _has_ledger(folder):
-                    ensure_ledger(config, folder)
+                ensure_ledger(config, folder)
                 began = time.monotonic()
                 coordinator = Coordinator(
                     config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say
@@ -73,24 +70,6 @@ def coordinate(
                     raise
                 say(f"{error}; waiting for room")
                 time.sleep(ROOM_SECONDS)
-
-
-def _has_ledger(folder: Path) -> bool:
-    """Whether the run has begun. A ledger that cannot be read now (a full disk is enough) is not one that is missing:
-    it must never be made anew."""
-    path = folder / FILE
-    if not path.exists():
-        return False
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        found = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
-        return found is not None
-    except sqlite3.OperationalError as error:
-        raise StorageError(f"{path}: cannot be read: {error}; make room; nothing was lost") from None
-    except sqlite3.DatabaseError as error:
-        raise RunFolderError(f"{path}: is not a ledger: {error}; put back the one that was there") from None
-    finally:
-        database.close()
 
 
 class _alone:  # it reads as a word

@@ -44,7 +44,11 @@ def serving(
     called = config.server.names[0] if config.server.names else (host if loopback else socket.gethostname())
     url = _url("http" if plain else "https", called, port)
     own = certificate is not None and config.server.certificate is None
-    address = {"url": url, "certificate": certificate.read_text() if own and certificate else None}
+    address = {
+        "url": url,
+        "certificate": certificate.read_text() if own and certificate else None,
+        "run": coordinator.run_id,
+    }
     api = Api(coordinator, access, lambda: address)
     settings = uvicorn.Config(
         api.app,

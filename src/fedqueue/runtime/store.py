@@ -41,11 +41,10 @@ class Store:
         return self._uploads / f"{facility}@{sequence}-{attempt}-{digest}.part"
 
     def keep(self, made: Path, digest: str) -> Path:
-        """Give a whole file its name; durable when this returns."""
+        """Give a file that is on the disk its name, for good."""
         target = self.path(digest)
         failpoint("object.whole")
         made.replace(target)
-        sync(target)
         sync(target.parent)
         failpoint("object.kept")
         return target
@@ -55,9 +54,10 @@ class Store:
         upload.replace(self._refused / upload.name.removesuffix(".part"))
         failpoint("update.refused")
 
-    def drop_uploads(self, facility: str, sequence: int) -> None:
+    def drop_uploads(self, facility: str, sequence: int, *, keep: Path | None = None) -> None:
         for left in self._uploads.glob(f"{facility}@{sequence}-*.part"):
-            left.unlink(missing_ok=True)
+            if left != keep:
+                left.unlink(missing_ok=True)
 
     def sweep(self, needed: Collection[str]) -> None:
         """Delete the objects that nothing refers to."""

@@ -232,7 +232,7 @@ class Simulation:
         elif "fail" in strikes:
             self._at(struck_at, JOBS, self._fail, site, job, attempt, "failed (simulated)", strikes["fail"].transient)
         elif "hang" in strikes or course.hits_wall:
-            wall_end = job.started_at + job.order.wall_seconds
+            wall_end = job.started_at + site.wall_of(job)
             self._at(wall_end, JOBS, self._fail, site, job, attempt, WALL_TIME, True)
         else:
             self._at(course.ends_at, JOBS, self._end, site, job, job.work, course, frozenset(strikes))

@@ -128,6 +128,10 @@ class Site:
         """Seconds from the start of a job to its first step."""
         return self.settings.startup_seconds
 
+    def wall_of(self, job: SimJob) -> float:
+        """Seconds after its start at which the scheduler ends it."""
+        return job.order.wall_seconds
+
     def speed_of(self, job: SimJob) -> float:
         """Steps a second."""
         return self.speed
@@ -142,7 +146,7 @@ class Site:
     def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
         """Of an attempt that starts now, after waiting `delay` seconds."""
         train_from = max(at + self.startup_of(job), job.work_staged_at)
-        wall_end = (at if job.started_at is None else job.started_at) + job.order.wall_seconds
+        wall_end = (at if job.started_at is None else job.started_at) + self.wall_of(job)
         seconds = wall_end - train_from
         if work.train_budget is not None:
             seconds = min(seconds, work.train_budget)

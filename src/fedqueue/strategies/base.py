@@ -72,6 +72,7 @@ from fedqueue.strategies.roster import Facility, Job
 Why = Literal["start", "arrival", "failure", "rejoin"]
 
 AGGREGATE_TRIES = 3
+MOST_STRETCH = 64.0  # of the wall time asked for, after jobs that ran into their limit
 STRETCH = 1.5  # wall time asked for steps that nothing bounds in time, over what they should take
 
 
@@ -440,7 +441,7 @@ class Strategy:
         facility.failures += 1
         facility.replaces = job
         if reason == WALL_TIME:
-            facility.stretch *= 2
+            facility.stretch = min(2 * facility.stretch, MOST_STRETCH)
         self.record("failure", job=job, attempt=attempt, reason=reason, transient=transient)
         if not transient:
             self._suspend(facility, reason, for_good=True)

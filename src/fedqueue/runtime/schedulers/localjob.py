@@ -219,9 +219,15 @@ def ticket(spool: str, number: int) -> str:
 
 
 def queue(spool: str, number: int, folder: str) -> None:
-    """A ticket is a link to the lock of its job: who holds that one still waits."""
+    """A ticket is a link to the lock of its job: who holds that one still waits. A job has one ticket: who was killed
+    while it submitted the job, and submitted it again, left another."""
+    lock, mine = os.path.join(folder, "lock"), ticket(spool, number)
+    for name in os.listdir(os.path.dirname(mine)):
+        path = os.path.join(os.path.dirname(mine), name)
+        if path != mine and os.readlink(path) == lock:
+            os.unlink(path)
     try:
-        os.symlink(os.path.join(folder, "lock"), ticket(spool, number))
+        os.symlink(lock, mine)
     except FileExistsError:
         return
 

@@ -1,0 +1,187 @@
+"""How an agent watches its jobs: by what the scheduler says, and by what they leave in their folders.
+
+Missing is never completed, a failed poll is never a failed job, and only a job's own result is success.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from fedqueue.messages import WALL_TIME
+from fedqueue.runtime.jobfolder import JobFolder
+from fedqueue.runtime.reports import REASON_LENGTH
+from fedqueue.runtime.schedulers import JobStatus, SchedulerUnreachableError
+from fedqueue.runtime.station import Station
+from fedqueue.runtime.works import Work
+
+DISAGREE_SECONDS: Final = 60.0
+"""Scheduler and job may differ about the start by so much; beyond it the job's own stamp counts."""
+
+PARTING_SECONDS: Final = 120.0
+"""For a job to end after its update is in: a script may have something left to do."""
+
+
+class Watching:
+    def __init__(self, station: Station, on_its_way: Callable[[Work], bool]) -> None:
+        """`on_its_way`: whether the update of a job is being handed in; then nobody looks at it."""
+        self._station = station
+        self._on_its_way = on_its_way
+        self._parting: dict[str, tuple[str, float]] = {}  # scheduler id -> name, and when it should have ended
+
+    def look(self) -> None:
+        """At every job; what is new is noted as a report."""
+        statuses = self._ask_scheduler()
+        for work in list(self._station.memory.works.values()):
+            self._look(work, statuses)
+        self._see_off()
+
+    def part(self, work: Work) -> None:
+        """Its update is in: it should end now."""
+        if work.scheduler_id is not None:
+            self._parting[work.scheduler_id] = (work.name, time.monotonic() + PARTING_SECONDS)
+
+    def _ask_scheduler(self) -> dict[str, JobStatus] | None:
+        """What the scheduler knows of our jobs; None: it could not be asked, which says nothing about them."""
+        ids = [work.scheduler_id for work in self._station.memory.works.values() if work.scheduler_id]
+        if not ids:
+            return {}
+        try:
+            found = self._station.scheduler.poll(ids)
+        except SchedulerUnreachableError as error:
+            self._station.trouble("scheduler", f"the scheduler did not answer: {error}")
+            return None
+        self._station.fine("scheduler")
+        return found
+
+    def _look(self, work: Work, statuses: dict[str, JobStatus] | None) -> None:
+        if work.scheduler_id is None or self._on_its_way(work):
+            return
+        status = statuses.get(work.scheduler_id) if statuses is not None else None
+        if status is not None and status.name not in (None, work.name):
+            status = None  # the scheduler lost ours and gave its id to another
+        if work.cancelled:
+            self._see_cancelled(work, statuses, status)
+            return
+        folder = self._station.folder(work)
+        newest = folder.attempts() - 1
+        self._see_requeue(work, folder, newest, status)
+        if newest >= work.attempt and work.started < newest:
+            self._see_start(work, folder, newest, status, asked=statuses is not None)
+        if work.started == newest >= 0 and (result := folder.result(newest)) is not None:
+            work.missing_since = None
+            if work.ended < newest:
+                stamp = folder.started(newest) or result.began_at
+                self._station.notes.note(
+                    self._station.notes.report(
+                        kind="ended",
+                        sequence=work.sequence,
+                        attempt=newest,
+                        steps_done=result.steps_done,
+                        train_seconds=result.train_seconds,
+                        held_seconds=max(0.0, result.finished_at - stamp),
+                    )
+                )
+        elif statuses is not None:
+            self._see_end_without_result(work, folder, newest, status)
+
+    def _see_requeue(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
+        """It runs again, or waits again after it ran."""
+        again = newest if newest > work.attempt else None
+        if again is None and status is not None and status.phase == "waiting" and work.started == newest >= 0:
+            again = newest + 1
+        if again is not None and again > work.attempt and (work.started >= 0 or newest > 0):
+            stamp = folder.started(work.attempt)
+            held = max(0.0, time.time() - stamp) if stamp is not None else 0.0
+            reason = (status.reason if status is not None else "") or "taken back into the queue"
+            self._station.notes.note(
+                self._station.notes.report(
+                    kind="requeued",
+                    sequence=work.sequence,
+                    attempt=again,
+                    reason=reason[:REASON_LENGTH],
+                    held_seconds=held,
+                )
+            )
+
+    def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
+        stamp = folder.started(newest)
+        bound = folder.bound(newest) if work.order["assignment"] is None else None
+        if stamp is None or (work.order["assignment"] is None and bound is None):
+            return  # it has begun to begin
+        if not asked and folder.result(newest) is None:
+            return  # the scheduler's times will come
+        took_work_at = stamp if bound is None else bound.bound_at - bound.startup_seconds
+        self._station.notes.note(
+            self._station.notes.report(
+                kind="started",
+                sequence=work.sequence,
+                attempt=newest,
+                admission_delay=self._admission_delay(work, newest, stamp, status),
+                took_work_at=took_work_at,
+                lingered=max(0.0, bound.lingered) if bound is not None else 0.0,
+                bound=vars(bound.bound()) if bound is not None else None,
+            )
+        )
+
+    def _admission_delay(self, work: Work, attempt: int, stamp: float, status: JobStatus | None) -> float:
+        """Start minus eligible, both by the scheduler's clock; checked against the job's own stamp."""
+        known = status is not None and status.started_at is not None and status.eligible_at is not None
+        if known and status is not None and abs((status.started_at or 0.0) - stamp) <= DISAGREE_SECONDS:
+            return max(0.0, (status.started_at or 0.0) - (status.eligible_at or 0.0))
+        if status is not None and status.started_at is not None:
+            self._station.say(
+                f"job {work.sequence}: the scheduler's start and the job's own stamp differ; the stamp counts"
+            )
+        eligible = work.requeued_at if attempt > 0 else work.submitted_at
+        return max(0.0, stamp - (eligible if eligible is not None else stamp))
+
+    def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
+        if status is not None and status.never_starts is not None:
+            if not self._station.cancel(work):
+                return
+            self._station.fail(work, f"it can never start: {status.never_starts}", transient=status.bad_luck)
+            return
+        if status is not None and status.phase != "ended":
+            work.missing_since = None
+            return
+        if work.missing_since is None:
+            work.missing_since = time.monotonic()
+        if time.monotonic() - work.missing_since < self._station.settings.grace_seconds:
+            return  # file systems lag: its result may be about to show
+        self._station.fail(work, self._why_failed(folder, status), transient=True, newest=newest)
+
+    def _why_failed(self, folder: JobFolder, status: JobStatus | None) -> str:
+        where = f"its output is in {folder.output.relative_to(self._station.home)} at the facility"
+        if status is None:
+            return f"the scheduler no longer knows the job, and it left no result; {where}"
+        if status.outcome == "timeout":
+            return WALL_TIME
+        code = f" with exit code {status.exit_code}" if status.exit_code is not None else ""
+        how = {"cancelled": "was cancelled at the scheduler", "completed": "ended without handing anything in"}
+        said = how.get(status.outcome or "", f"ended ({status.outcome}){code}")
+        return f"it {said}; {where}"
+
+    def _see_cancelled(self, work: Work, statuses: dict[str, JobStatus] | None, status: JobStatus | None) -> None:
+        if statuses is None:
+            return
+        if status is not None and status.phase != "ended":
+            self._station.cancel(work)
+            return
+        self._station.notes.note(self._station.closing(work, self._station.held(work)))
+        self._station.tidy(work)
+
+    def _see_off(self) -> None:
+        """A job whose update is in has nothing more to do. One that hangs at its end gives its nodes back."""
+        for scheduler_id, (name, until) in list(self._parting.items()):
+            if time.monotonic() < until:
+                continue
+            try:
+                status = self._station.scheduler.poll([scheduler_id]).get(scheduler_id)
+                if status is not None and status.phase != "ended" and status.name in (None, name):
+                    self._station.say(f"{name} handed in and did not end; it is cancelled")
+                    self._station.scheduler.cancel(scheduler_id)
+            except SchedulerUnreachableError:
+                return
+            del self._parting[scheduler_id]
