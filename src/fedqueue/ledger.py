@@ -120,6 +120,8 @@ class Ledger:
 
     def abandon(self) -> None:
         """Close without writing what is held: what is on the disk stays."""
+        self._events.clear()
+        self._commands.clear()
         self._db.close()
 
     def seal(self) -> None:

@@ -92,7 +92,7 @@ def schedule_of(seed: int) -> Schedule:
         real_worker=seed % 50 == 13,
         same_updates=rng.random() < 0.2,
         evaluates="agent.scoring" in points or rng.random() < 0.1,
-        odd={"1": rng.choice(("nan", "truncated", "shape"))} if "update.refused" in points else {},
+        odd={"1": rng.choice(("nan", "shape"))} if "update.refused" in points else {},
         waits=rng.choice(((), (0.0, 0.2), (0.1, 0.0, 0.3))),
         keep_all=rng.random() < 0.5,
         short_journal=rng.random() < 0.3,

@@ -55,9 +55,10 @@ class Agent:
         (home / "state").mkdir(exist_ok=True)
         self._lease = Lease(home, max(LEAST_LEASE, 3 * config.agent.poll_seconds))
         self._session = secrets.token_hex(8)
+        self._reached = False  # the coordinator, in this turn
         self._client = client
         self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
-        self._shelf = Shelf(home, client)
+        self._shelf = Shelf(home, client, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
         self._evaluation = Evaluation(self._station, self._shelf, self._worker)
         self._delivery = Delivery(self._station, client, lambda work: self._watching.part(work))
@@ -75,7 +76,7 @@ class Agent:
                 self._evaluation.stop()
                 return
             if once:
-                if turns >= 2 and not self._busy():
+                if turns >= 2 and not (self._reached and self._busy()):
                     return
                 self._wait(min(1.0, self._station.settings.poll_seconds), stopping)
             else:
@@ -83,13 +84,14 @@ class Agent:
 
     def turn(self) -> None:
         """Look, tell, do. What cannot be done now is done in a later turn."""
+        self._reached = False
         try:
             self._lease.renew()
             self._watching.look()
             self._evaluation.turn()
             self._tell_and_do()
             self._submit_what_waits()
-        except StorageError as error:
+        except (StorageError, OSError) as error:  # shared file systems have bad moments
             self._station.trouble("disk", str(error))
         else:
             self._station.fine("disk")
@@ -163,6 +165,7 @@ class Agent:
             self._station.trouble("coordinator", f"the coordinator is out of reach: {error}")
             return
         received_at = time.time()
+        self._reached = True
         self._station.fine("coordinator")
         if answer["received"] >= min(numbers, default=answer["received"] + 1):
             self._station.notes.note({"kind": "received", "n": answer["received"]})
@@ -177,8 +180,13 @@ class Agent:
         self._shelf.want(answer["standing"], received_at)
         needed = [work.order["model"] for work in memory.works.values() if work.order["model"] is not None]
         self._evaluation.want(answer["evaluate"])
-        self._shelf.keep([*needed, *self._evaluation.models()])
+        self._shelf.keep([*needed, *self._evaluation.models()], self._taken())
         self._delivery.turn()
+
+    def _taken(self) -> set[int]:
+        """Versions that open jobs took from standing work."""
+        folders = [self._station.folder(work) for work in self._memory.works.values() if not work.order["assignment"]]
+        return {bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
 
     @staticmethod
     def _said_now(n: int, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +216,8 @@ class Agent:
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
-            if work.scheduler_id is None:
+            unbound = work.order["assignment"] is None and not self._shelf.standing_path.exists()
+            if work.scheduler_id is None and (work.intended or not unbound):  # otherwise it would find no work
                 try:
                     self._submit(work)
                 except SchedulerUnreachableError as error:
@@ -233,7 +242,7 @@ class Agent:
         if over_cap is not None:
             raise SubmitRefusedError(*over_cap)
         folder = self._station.folder(work)
-        wall = clamp_wall(float(work.order["wall_seconds"]), self._station.scheduling)
+        wall = self._wall(work)
         folder.prepare(self._order_file(work, wall), self._script(folder, work))
         before = self._memory.works.get(work.order["after"]) if work.order["after"] is not None else None
         request = JobRequest(
@@ -272,10 +281,10 @@ class Agent:
         cap = self._station.settings.node_hours
         if cap is None:
             return None
-        asks = float(work.order["wall_seconds"]) * self._station.nodes
+        asks = self._wall(work) * self._station.nodes
         used = self._memory.node_seconds
         held = sum(
-            float(other.order["wall_seconds"]) * self._station.nodes
+            self._wall(other) * self._station.nodes
             for other in self._memory.works.values()
             if other.scheduler_id is not None
         )
@@ -285,6 +294,10 @@ class Agent:
         if held and used + asks <= 3600 * cap:
             return f"{spent}, and jobs under way may use the rest", True
         return f"{spent}: the facility's cap; raise agent.node_hours there to go on", False
+
+    def _wall(self, work: Work) -> float:
+        """Seconds to ask the scheduler for."""
+        return clamp_wall(float(work.order["wall_seconds"]), self._station.scheduling)
 
     def _order_file(self, work: Work, wall: float) -> dict[str, Any]:
         order = work.order

@@ -54,6 +54,10 @@ KEPT_POSTS = 64
 """Standing works remembered at a facility: a job that took an older one is not told which cutoff it aimed at."""
 
 
+OLDEST_POSTS = 3
+"""Of those, the oldest: one of them may be what lies at a facility that has long been away."""
+
+
 @dataclass(slots=True)
 class OpenJob:
     """An order that has not come to its end."""
@@ -74,6 +78,7 @@ class FacilityBook:
     ordered: int = 0  # orders given so far
     posts: dict[int, Standing] = field(default_factory=dict)  # by number, newest last
     posted: int = 0  # the number of the newest; 0: none
+    told: int | None = None  # the newest that it was told of, since we started; None: not known
     away: bool = False
     drained: bool = False
 
@@ -189,7 +194,10 @@ class Books:
                 book = self.facilities[name]
                 book.posted += 1
                 book.posts[book.posted] = standing
-                for number in [n for n in book.posts if n <= book.posted - KEPT_POSTS]:
+                if book.told is not None:  # nobody there has heard of those between
+                    for number in [n for n in book.posts if book.told < n < book.posted]:
+                        del book.posts[number]
+                for number in sorted(book.posts)[OLDEST_POSTS:-KEPT_POSTS]:
                     del book.posts[number]
             case CancelJob(job_id=job_id):
                 self._close(job_id, None)

@@ -121,6 +121,7 @@ class Coordinator:
         self.config = config
         self.folder = folder
         self.store = Store(folder)
+        self._found = self.store.digests()  # when we started
         self.names = [facility.name for facility in config.facility]
         self.presence = {name: Presence(time.monotonic()) for name in self.names}
         self.say = say
@@ -384,6 +385,9 @@ class Coordinator:
     def join(self, name: str) -> None:
         """Undo a drain, or give a facility that failed for good another chance."""
         self._must_run()
+        book = self.books.facilities[name]
+        if book.away and book.drained:
+            raise Refused(409, f"{name} is drained and away; say it again when it is back")
         self.tell(FacilityJoined(at=self.now, facility=name))
 
     def _must_run(self) -> None:
@@ -469,11 +473,12 @@ class Coordinator:
 
     def _sweep(self) -> None:
         books = self.books
-        if books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs):
-            return  # a job may have taken an older version before we were there to hear of it
+        unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
         versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
         needed = {books.models[version] for version in versions if version in books.models}
         needed.update(receipt.digest for receipt in books.updates.values())
+        if unheard:  # a job may have taken an older version before we were there to hear of it
+            needed |= self._found
         self.store.sweep(needed)
 
     # Scores ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.errors import FedQueueError
 from fedqueue.runtime.answers import checked_verdict
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.station import Station
@@ -62,7 +62,7 @@ class Delivery:
         folder = self._station.folder(work)
         result = folder.result(attempt)
         if result is None:
-            raise StorageError(f"{folder.path}: its result is gone")
+            raise UpdateGoneError(f"{folder.path.relative_to(self._station.home)}: its result is gone")
         if not folder.update(attempt).is_file():
             raise UpdateGoneError(
                 f"{folder.update(attempt).relative_to(self._station.home)} is not there, but its result is"

@@ -96,6 +96,8 @@ class Desk:
         over = stopped and (evaluation is None or self._coordinator.waited_for_score())
         orders = [job for job in book.jobs.values() if not job.taken]
         standing = book.posts.get(book.posted)
+        if standing is not None and not stopped:
+            book.told = book.posted
         return {
             "received": received,
             "orders": [] if stopped or books.paused else [self._order(job) for job in orders],
@@ -155,7 +157,10 @@ class Desk:
         coordinator = self._coordinator
         job = self._open(facility, sequence, attempt)
         base = coordinator.books.models[job.assignment.base_version if job.assignment else coordinator.books.newest]
-        most = int(LARGER * coordinator.store.path(base).stat().st_size) + HEADER_ROOM
+        like = coordinator.store.path(base)
+        if not like.exists():  # the check will say so; here only its size counts
+            like = coordinator.store.path(coordinator.books.models[coordinator.books.newest])
+        most = int(LARGER * like.stat().st_size) + HEADER_ROOM
         if not 8 <= size <= most:
             raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
         if size > coordinator.store.room():

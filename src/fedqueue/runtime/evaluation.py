@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedqueue.errors import StorageError
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.jobfolder import JobFolder, script
 from fedqueue.runtime.reports import PROTOCOL
@@ -32,6 +33,7 @@ class Evaluation:
         self._worker = worker
         self._wanted: Mapping[str, Any] | None = None
         self._version: int | None = None  # under way
+        self._model: Mapping[str, Any] | None = None  # of that version
         self._job = ""
         self._missing_since: float | None = None  # monotonic
         # Scored, or in vain. What was reported before we were killed may be on its way still.
@@ -47,8 +49,9 @@ class Evaluation:
         self._wanted = asked
 
     def models(self) -> list[Mapping[str, Any]]:
-        """That must be at hand."""
-        return [self._wanted["model"]] if self._wanted is not None else []
+        """That must be at hand: of the version under way, and of the newest."""
+        asked = self._wanted["model"] if self._wanted is not None else None
+        return [model for model in (self._model, asked) if model is not None]
 
     def turn(self) -> None:
         try:
@@ -57,10 +60,13 @@ class Evaluation:
             elif self._wanted is not None and int(self._wanted["version"]) not in self._done:
                 path = self._shelf.path(self._wanted["model"])
                 if path.exists():
+                    self._model = self._wanted["model"]
                     self._begin(int(self._wanted["version"]), str(path))
-        except SchedulerUnreachableError:
+        except (SchedulerUnreachableError, StorageError) as error:
             if not self._job:
                 self._version = None  # not begun: the next turn asks again
+            if isinstance(error, StorageError):
+                raise
         except SubmitRefusedError as refused:
             self._station.say(f"model {self._version} cannot be scored: {refused.reason}")
             self._end()
@@ -134,4 +140,12 @@ class Evaluation:
     def _end(self) -> None:
         if self._version is not None:
             self._done.add(self._version)
-        self._version = None
+            self._count(self._folder(self._version))
+        self._version = self._model = None
+
+    def _count(self, folder: JobFolder) -> None:
+        """What it held of the facility's node-hours."""
+        stamp, result = folder.started(folder.attempts() - 1), folder.result(folder.attempts() - 1)
+        if stamp is not None:
+            held = max(0.0, (result.finished_at if result is not None else time.time()) - stamp)
+            self._station.notes.note({"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes})

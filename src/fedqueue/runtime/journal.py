@@ -160,7 +160,9 @@ class Lease:
         self._write(time.time() + self._seconds)
 
     def release(self) -> None:
-        self._write(0.0)
+        held = self._read()
+        if held is None or held["generation"] == self.generation:  # otherwise it is another's by now
+            self._write(0.0)
         self._lock.close()
 
     def _write(self, until: float) -> None:

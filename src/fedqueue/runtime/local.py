@@ -69,7 +69,10 @@ class Agents:
             for facility in self._config.facility:
                 process = self._processes.get(facility.name)
                 if process is not None and process.poll() not in (None, 0):
-                    coordinator.say(f"the agent of {facility.name} died; starting it again")
+                    if self._stopped.wait(2.0):  # Ctrl-C reaches it before us
+                        return
+                    log = self._home(facility.name) / "agent.log"
+                    coordinator.say(f"the agent of {facility.name} died; starting it again; see {log}")
                 if (process is None or process.poll() not in (None, 0)) and not self._stopped.is_set():
                     self._processes[facility.name] = self._start(facility.name)
             if self._stopped.wait(0.5):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -14,19 +15,24 @@ from fedqueue.runs import write_json
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.transport import Client
 
+GRACE_SECONDS: Final = 60.0
+"""A model that was replaced stays for so long."""
+
 DRIFT_SECONDS: Final = 0.25
 """A posted cutoff that has moved by more (the run was paused, the coordinator was down) is written anew."""
 
 
 class Shelf:
-    def __init__(self, home: Path, client: Client) -> None:
+    def __init__(self, home: Path, client: Client, trouble: Callable[[str, str], None]) -> None:
+        """`trouble` is told where and what it is."""
+        self._trouble = trouble
         self.home = home
         self._models = home / "models"
         self._models.mkdir(exist_ok=True)
         self._look_over()
         self.standing_path = home / "standing.json"
-        self.standing_number = 0
-        self._written: dict[str, Any] | None = None
+        self._written: dict[str, Any] | None = _lies_there(self.standing_path)
+        self.standing_number = int(self._written["number"]) if self._written is not None else 0
         self._wanted: dict[str, Any] | None = None
         self._client = client
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
@@ -60,17 +66,24 @@ class Shelf:
             if self._fetch(standing["model"]):
                 self._lay_out()
 
-    def keep(self, models: Sequence[Mapping[str, Any]]) -> None:
-        """Fetch the models of these orders; of the others, drop all but the one that standing work names."""
+    def keep(self, models: Sequence[Mapping[str, Any]], taken: Collection[int]) -> None:
+        """Fetch the models of these orders; of the others, drop all but the one that standing work names and those of
+        versions that open jobs took from it: their scripts may read the file late."""
         for model in models:
             self._fetch(model)
         needed = {self.path(model) for model in models}
         for standing in (self._wanted, self._written):
             if standing is not None:
                 needed.add(Path(standing["model"]))
-        for path in self._models.glob("v*.safetensors"):
+        for path in [path for path, future in self._fetching.items() if future.done() and path not in needed]:
+            del self._fetching[path]  # nobody asks for it any more
+        in_use = {f"v{version}" for version in taken}
+        for path in self._models.glob("v*.safetensors*"):
+            whole = path.with_name(path.name.removesuffix(".part"))
+            if whole in needed or whole in self._fetching or path.name.partition("-")[0] in in_use:
+                continue
             # A job may have read the standing work just before it changed: a model stays for a while.
-            if path not in needed and time.time() - path.stat().st_mtime > 60.0 and path not in self._fetching:
+            if time.time() - path.stat().st_mtime > GRACE_SECONDS:
                 path.unlink(missing_ok=True)
 
     def _lay_out(self) -> None:
@@ -97,9 +110,20 @@ class Shelf:
                 raise error
             if isinstance(error, StorageError):
                 raise error
+            if error is not None:
+                self._trouble("model", f"model {model['version']} cannot be fetched now: {error}")
         if path.exists():
             return True
         self._fetching[path] = self._fetcher.submit(
             self._client.download, int(model["version"]), path, str(model["sha256"])
         )
         return False
+
+
+def _lies_there(path: Path) -> dict[str, Any] | None:
+    """The standing work that an agent before us laid out."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found

@@ -59,6 +59,9 @@ class Store:
             if left != keep:
                 left.unlink(missing_ok=True)
 
+    def digests(self) -> set[str]:
+        return {path.stem for path in self._objects.glob("*.safetensors")}
+
     def sweep(self, needed: Collection[str]) -> None:
         """Delete the objects that nothing refers to."""
         for path in self._objects.glob("*.safetensors"):

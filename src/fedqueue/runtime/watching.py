@@ -102,7 +102,8 @@ class Watching:
                     attempt=again,
                     reason=reason[:REASON_LENGTH],
                     held_seconds=held,
-                )
+                ),
+                {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes},  # counts, closes none
             )
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:

@@ -249,6 +249,9 @@ class Strategy:
             self._offer(facility, "rejoin")
 
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
+        for facility in self.facilities.values():
+            for job in facility.jobs.values():
+                job.out_of_reach = True  # the run clock stood still, its facility's did not
         self.resumed()
 
     def _model_ready(self, event: ModelReady) -> None:
