@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedqueue.cli import main
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.messages import WALL_TIME
 from fedqueue.runs import replay
 from tests.slurm import wait_for
 
@@ -201,3 +202,18 @@ def test_run_folder_has_one_coordinator(config: Path) -> None:
     finally:
         os.kill(process.pid, signal.SIGTERM)
         process.wait(timeout=60)
+
+
+def test_job_whose_wall_time_holds_no_step_says_so_and_its_agent_asks_for_more(config: Path) -> None:
+    """A cold start that takes longer than the wall time: the job ends by itself, and the next one gets more."""
+    slow = WORKER.replace("import time\n", "import time, pathlib, os\n").replace(
+        "with fedqueue.participate() as work:",
+        'time.sleep(3.0 if os.environ["FEDQUEUE_JOB"].endswith("/0") else 0.0)\nwith fedqueue.participate() as work:',
+    )
+    (config.parent / "worker.py").write_text(slow)
+    scheduler = '{kind = "local", max_wall_seconds = 3.2}'
+    summary, folder = run(config, f"facility.north.scheduler={scheduler}", "run.rounds=2")
+    assert summary["rounds"] == 2
+    with LedgerReader(folder / FILE) as ledger:
+        rows = ledger.rows("SELECT body FROM events WHERE kind = 'JobFailed' AND job = 'north/0'")
+    assert [json.loads(row["body"])["reason"] for row in rows] == [WALL_TIME]

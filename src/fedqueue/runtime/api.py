@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Literal, TypeVar
 
 from starlette.applications import Starlette
@@ -235,7 +235,8 @@ async def _commit(api: Api, call: Call) -> Response:
     at, update = call.path, _update(call)
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
-        answer = await api.desk.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body)
+        over = partial(api.uploads.release, update)
+        answer = await api.desk.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
         if answer["status"] == "checking":
             goes_on()
     return JSONResponse(answer, 202 if answer["status"] == "checking" else 200)

@@ -117,7 +117,9 @@ class Coordinator:
         listeners: Sequence[Listener] = (),
         scorer: Callable[[Coordinator], Scorer] | None = None,
         say: Callable[[str], None] = lambda line: None,
+        told: bool = False,
     ) -> None:
+        """`told`: the listeners know what the ledger holds."""
         self.config = config
         self.folder = folder
         self.store = Store(folder)
@@ -132,13 +134,13 @@ class Coordinator:
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="maker")  # models, one after the other
         self._in_hand: int | None = None  # the version being made
         self._scoring: set[int] = set()
-        self._open()
+        self._open(told=told)
         self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
         self._over_since: float | None = None  # monotonic
 
     # Opening and recovery -------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, *, told: bool) -> None:
         """Read the ledger from its beginning: what it holds is what happened, whatever this process remembers."""
         ledger_path = self.folder / FILE
         self.books = Books(self.names)
@@ -163,7 +165,7 @@ class Coordinator:
                 commands: Any = [parse(kind, json.loads(text)) for kind, text in recorded]
                 self.books(event, commands)
                 self.tally(event, commands)
-                for listener in self._listeners:
+                for listener in () if told else self._listeners:
                     listener(event, commands)
             for row in reader.rows("SELECT origin FROM events WHERE origin IS NOT NULL ORDER BY seq"):
                 facility, _, rest = row["origin"].partition("/")
@@ -289,7 +291,7 @@ class Coordinator:
             # The strategy may be half way through: what is on record is whole, so begin from there.
             self.say(f"event {type(event).__name__} cannot be handled: {type(error).__name__}: {error}")
             self._ledger.abandon()
-            self._open()
+            self._open(told=True)
             raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
         self._pump()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,8 @@ from fedqueue.wire import body
 
 CHECK_SECONDS: Final = 5.0
 """How long a facility is kept waiting for the check of its update; after that it asks again."""
+
+KEPT_VERDICTS: Final = 1000
 
 LARGER: Final = 2.0
 """An update may be so many times as large as the model: single precision may come back as double."""
@@ -166,7 +169,8 @@ class Desk:
         if size > coordinator.store.room():
             raise Refused(507, "the coordinator's disk is full; the update can come later")
         path = coordinator.store.upload(facility, sequence, attempt, digest)
-        if (job.order.job_id, attempt) not in self._checks:
+        check = self._checks.get((job.order.job_id, attempt))
+        if check is None or check.done():
             coordinator.store.drop_uploads(facility, sequence, keep=path)  # one a job: digests must not fill the disk
         return path
 
@@ -178,18 +182,30 @@ class Desk:
             raise Refused(410, f"attempt {attempt} of job {sequence} was superseded")
         return job
 
-    async def commit(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
-        """All bytes are there: check them, and let the update count. Asked again, it gives the same answer."""
+    async def commit(
+        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin, checked: Callable[[], None]
+    ) -> dict[str, Any]:
+        """All bytes are there: check them, and let the update count. Asked again, it gives the same answer. If the
+        check takes longer than who asks is kept waiting, `checked` is called when it is over."""
         key = (job_id(facility, sequence), attempt)
         task = self._checks.get(key)
         if task is None:
             task = asyncio.create_task(self._check(facility, sequence, attempt, digest, handin))
             self._checks[key] = task
-            task.add_done_callback(lambda _: self._checks.pop(key, None))
+            task.add_done_callback(lambda task: self._checked(key, task))
         try:
             return await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
         except TimeoutError:
+            task.add_done_callback(lambda _: checked())
             return {"status": "checking"}
+
+    def _checked(self, key: tuple[str, int], task: asyncio.Task[dict[str, Any]]) -> None:
+        """A verdict is kept for a while, for who asks again; what could not be checked is checked anew."""
+        if task.cancelled() or task.exception() is not None:
+            del self._checks[key]
+        done = [other for other, check in self._checks.items() if check.done()]
+        for other in done[:-KEPT_VERDICTS]:
+            del self._checks[other]
 
     async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
         coordinator = self._coordinator

@@ -113,6 +113,10 @@ class JobFolder:
     def result(self, number: int) -> Result | None:
         return _read(Result, self.attempt(number) / "result.json")
 
+    def out_of_time(self, number: int) -> bool:
+        """Whether it says that not a single step fitted into its wall time."""
+        return (self.attempt(number) / "out_of_time.json").exists()
+
     def update(self, number: int) -> Path:
         return self.attempt(number) / "update.safetensors"
 

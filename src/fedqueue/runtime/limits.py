@@ -96,7 +96,7 @@ class Uploads:
 
     @contextmanager
     def checked(self, update: Update) -> Iterator[Callable[[], None]]:
-        """Inside, and until somebody asks again if the function given was called, nobody may write to it."""
+        """Inside, and until `release` if the function given was called, nobody may write to it."""
         self._checking.add(update)
         later = False
 
@@ -109,3 +109,7 @@ class Uploads:
         finally:
             if not later:
                 self._checking.discard(update)
+
+    def release(self, update: Update) -> None:
+        """Its check is over."""
+        self._checking.discard(update)

@@ -42,13 +42,15 @@ def coordinate(
         stack.enter_context(_alone(folder))
         listener = listen(config)
         stack.callback(listener.close)
+        told = False
         while True:
             try:
                 ensure_ledger(config, folder)
                 began = time.monotonic()
                 coordinator = Coordinator(
-                    config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say
+                    config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say, told=told
                 )
+                told = True
                 try:
                     access = Access(folder)
                     with (

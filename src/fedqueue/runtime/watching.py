@@ -154,6 +154,8 @@ class Watching:
         self._station.fail(work, self._why_failed(folder, status), transient=True, newest=newest)
 
     def _why_failed(self, folder: JobFolder, status: JobStatus | None) -> str:
+        if folder.out_of_time(folder.attempts() - 1):
+            return WALL_TIME
         where = f"its output is in {folder.output.relative_to(self._station.home)} at the facility"
         if status is None:
             return f"the scheduler no longer knows the job, and it left no result; {where}"

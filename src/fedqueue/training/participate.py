@@ -287,6 +287,9 @@ class Work:
         size, digest = 0, ""
         if self.purpose != "evaluate":
             if self._steps_done < 1:
+                if self._stopped_by == "deadline":  # the agent will have more wall time asked for
+                    with suppress(ParticipateError):
+                        write_json(self._job.folder / "out_of_time.json", {"stopped_by": "deadline"})
                 why = f"stopped by {self._stopped_by}" if self._stopped_by else "take them from work.steps()"
                 raise ParticipateError(f"submit: no step was done ({why}), so nothing is handed in")
             if tensors is None:
