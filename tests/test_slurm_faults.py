@@ -224,7 +224,7 @@ def test_a_controller_that_lost_our_job_and_gave_its_id_to_another(forgetful: Cl
         shutil.copytree(tmp_path / "state", forgetful.folder / "state")  # what it did not get to save
         forgetful.restart_slurmctld()
         until(lambda: not run.processes("only"), "the job that nobody knows is ended", 60.0)
-        (other,) = forgetful.load(jobs=1, seconds=50.0)
+        (other,) = forgetful.load(jobs=1, seconds=600.0)
         assert other == number
         run.start("only")
         run.run_to_end()
