@@ -6,6 +6,7 @@ Ratios are taken within this one run. A goal that is missed is marked, and makes
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from benchmarks import aggregation, load, simulator, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
+PARTS = {"simulator": simulator, "aggregation": aggregation, "transfer": transfer, "load": load}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="measure these parts alone")
     args = parser.parse_args()
     figures = []
-    for part in (simulator, aggregation, transfer, load):
+    for part in (PARTS[name] for name in args.only):
         for figure in part.measure():
             figures.append(figure)
             mark = {True: "ok", False: "MISSED", None: ""}[figure.met]
@@ -27,7 +31,7 @@ def main() -> int:
             print(f"{figure.what:<78}{shown:>9} {figure.unit:<6}{figure.goal:<17}{mark}", flush=True)
     if args.json:
         rows = [{**asdict(f), "met": f.met} for f in figures]
-        write_json(args.json, {**provenance(["make", "benchmark"]), "figures": rows})
+        write_json(args.json, {**provenance(["python", "-m", "benchmarks", *sys.argv[1:]]), "figures": rows})
     return 1 if any(f.met is False for f in figures) else 0
 
 
