@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Most tests wait for schedulers and clocks: a few files side by side, even on two cores.
+TESTERS ?= 3
 
 .PHONY: demo test check benchmark clean
 
@@ -11,7 +13,7 @@ demo: $(READY)
 
 # Lint, types, tests. Tests that need data files say so when they are skipped (see FEDQUEUE_DATA in the README).
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ class Proxy:
         self.mode: Mode = "open"
         self.cut_after = 0  # bytes of a connection, either way, with mode "cut"
         self.twice: Callable[[bytes], bool] = lambda request: False  # which requests to deliver once more
-        self.repeated: list[bytes] = []  # answers to what was delivered once more
+        self.repeated: list[tuple[bytes, bytes]] = []  # what was delivered once more, and the answer
         self.broken = 0  # connections that we cut or refused
         self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
@@ -98,4 +98,4 @@ class Proxy:
     def _deliver(self, request: bytes) -> None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self._target), timeout=10.0) as again:
             again.sendall(request)
-            self.repeated.append(again.recv(65536))
+            self.repeated.append((request, again.recv(65536)))
