@@ -10,11 +10,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, load, simulator, transfer
+from benchmarks import aggregation, load, simulator, training, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
-PARTS = {"simulator": simulator, "aggregation": aggregation, "transfer": transfer, "load": load}
+PARTS = {"simulator": simulator, "training": training, "aggregation": aggregation, "transfer": transfer, "load": load}
 
 
 def main() -> int:

@@ -20,6 +20,9 @@ class Learning(Protocol):
 
     megabytes: float  # of one model, for transfers
 
+    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
+        """A job began that will do so many steps if nothing comes between: its training may begin."""
+
     def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
         """Train from the assignment's version; keeps the update and returns the samples seen."""
 
@@ -39,12 +42,20 @@ class Learning(Protocol):
     def score(self, version: int) -> dict[str, float] | None: ...
 
 
+def luck_of(facility: int, number: int) -> int:
+    """Selects a job's random numbers: the j-th job of a facility draws the same batches under every strategy."""
+    return facility * 1_000_003 + number
+
+
 class TimingOnly:
     """Nothing is trained: for studies of the protocol alone."""
 
     def __init__(self, megabytes: float) -> None:
         self.megabytes = megabytes
         self._corrupt: set[Key] = set()
+
+    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
+        pass
 
     def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
         return 0
@@ -81,13 +92,16 @@ class RealLearning:
         self._updates: dict[Key, tuple[StateDict, int]] = {}
         self.megabytes = sum(t.numel() * t.element_size() for t in first.values()) / 1e6
 
+    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
+        pass  # one job at a time is all that a processor is good for
+
     def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
         trained = self._task.train(
             facility=facility,
             model=self._models[work.base_version],
             steps=steps,
             learning_rate=work.learning_rate,
-            key=facility * 1_000_003 + number,  # the j-th job of a facility draws the same batches under every strategy
+            key=luck_of(facility, number),
         )
         self._updates[key] = (trained.model, work.base_version)
         return trained.samples

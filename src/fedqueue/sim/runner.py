@@ -22,12 +22,23 @@ TIMING = "timing"
 """The task that trains nothing."""
 
 
-def simulate(config: Config, *, folder: Path | None = None, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
-    """Run it; with a folder, leave a ledger and a summary there. Returns the summary."""
+Learned = tuple[Learning, Sequence[int] | None]
+"""What jobs really do, and how many samples each facility has."""
+
+
+def simulate(
+    config: Config,
+    *,
+    folder: Path | None = None,
+    listeners: Sequence[Listener] = (),
+    learned: Learned | None = None,
+) -> dict[str, Any]:
+    """Run it; with a folder, leave a ledger and a summary there. Returns the summary. `learned` is used instead of
+    what the config's task would do by itself: many runs may share one device."""
     began = time.perf_counter()
     seed = config.run.seed
     sites = [Site(i, facility, config, seed) for i, facility in enumerate(config.facility)]
-    learning, data_sizes = _learning(config, seed)
+    learning, data_sizes = _learning(config, seed) if learned is None else learned
     plan = make_plan(config, sites, data_sizes)
     strategy = make_strategy(config, plan)
     tally = Tally(
@@ -61,7 +72,7 @@ def simulate(config: Config, *, folder: Path | None = None, listeners: Sequence[
     return summary
 
 
-def _learning(config: Config, seed: int) -> tuple[Learning, Sequence[int] | None]:
+def _learning(config: Config, seed: int) -> Learned:
     if config.task.name == TIMING:
         return TimingOnly(config.simulator.model_megabytes), None
     from fedqueue.training.tasks import make_task  # loads torch: only runs that train pay for it

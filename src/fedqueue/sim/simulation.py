@@ -159,6 +159,7 @@ class Simulation:
         job = site.jobs.pop(command.job_id, None)
         if job is not None:
             self._close(site, job)
+            self._learning.forget((job.id, job.attempt))
 
     def set_timer(self, command: SetTimer) -> None:
         self._at(max(command.at, self._now), TIMERS, self._ring, command.key)
@@ -235,6 +236,7 @@ class Simulation:
             wall_end = job.started_at + site.wall_of(job)
             self._at(wall_end, JOBS, self._fail, site, job, attempt, WALL_TIME, True)
         else:
+            self._learning.foresee((job.id, attempt), site.index, job.number, job.work, course.steps)
             self._at(course.ends_at, JOBS, self._end, site, job, job.work, course, frozenset(strikes))
 
     def _preempt(self, site: Site, job: SimJob, attempt: int) -> None:

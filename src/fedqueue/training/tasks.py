@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
@@ -23,7 +23,7 @@ from fedqueue.training.trainer import (
     seeded,
     train_steps,
 )
-from fedqueue.training.workload import Samples, Workload, describe, load_workload
+from fedqueue.training.workload import Workload, describe, load_workload
 
 __all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_task"]
 
@@ -83,10 +83,13 @@ def make_task(settings: TaskSettings, facilities: int, seed: int) -> Task:
     # Some of the accelerator's quickest convolutions differ in the last bits from call to call.
     torch.backends.cudnn.deterministic = True
     torch.set_num_threads(settings.threads)
+    return WorkloadTask(workload_of(settings), settings, facilities, seed)
+
+
+def workload_of(settings: TaskSettings) -> Workload:
     # A function that makes its data at random makes the same data in every process and for every run's seed.
     with seeded(derive_seed("workload", settings.name), torch.device("cpu")):
-        workload = load_workload(settings.name, settings.options)
-    return WorkloadTask(workload, settings, facilities, seed)
+        return load_workload(settings.name, settings.options)
 
 
 class WorkloadTask:
@@ -98,14 +101,12 @@ class WorkloadTask:
         self._seed = seed
         self._workload = workload
         self._device = torch.device(settings.device)
-        train = _subset(workload.train, settings.train_samples, "train_samples", seed)
-        test = _subset(workload.test, settings.test_samples, "test_samples", seed)
-        self._parts = [part.to(self._device) for part in _split(train[1], settings, facilities, seed)]
-        self._train = (train[0].to(self._device), train[1].to(self._device))
+        self._parts = [part.to(self._device) for part in share_out(workload, settings, facilities, seed)]
+        tested = chosen_for_test(workload, settings, seed)
+        self._train = (workload.train[0].to(self._device), workload.train[1].to(self._device))
+        test = workload.test if tested is None else (workload.test[0][tested], workload.test[1][tested])
         self._test = (test[0].to(self._device), test[1].to(self._device))
-        # Made on the processor, so that the first model is the same on every kind of device.
-        with seeded(derive_seed("model", seed), torch.device("cpu")), _blaming(self.name, "making the model"):
-            self._module = workload.make_model().to(self._device)
+        self._module = first_module(workload, settings, seed).to(self._device)
         self._initial = copy_state(self._module)
 
     def initial_model(self) -> StateDict:
@@ -127,7 +128,7 @@ class WorkloadTask:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
         part, size = self._parts[facility], self._settings.batch_size
-        job_seed = derive_seed("train", self._seed, facility, key)
+        job_seed = seed_of_job(self._seed, facility, key)
         with _blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
             self._module.load_state_dict(model)
             optimizer = make_optimizer(self._module, self._settings, learning_rate)
@@ -173,19 +174,41 @@ def _blaming(name: str, doing: str) -> Iterator[None]:
         raise TaskError(f"task {name!r}: {doing} raised {describe(error)}") from error
 
 
-def _subset(samples: Samples, count: int | None, field: str, seed: int) -> Samples:
-    inputs, targets = samples
-    if count is None or count == len(inputs):
-        return samples
-    if count > len(inputs):
-        raise ConfigError(f"{field} is {count} but the task has only {len(inputs)}")
+def seed_of_job(seed: int, facility: int, key: int) -> int:
+    return derive_seed("train", seed, facility, key)
+
+
+def first_module(workload: Workload, settings: TaskSettings, seed: int) -> nn.Module:
+    """With the parameters of the first model; made on the processor, so that it is the same for every device."""
+    with seeded(derive_seed("model", seed), torch.device("cpu")), _blaming(settings.name, "making the model"):
+        return workload.make_model()
+
+
+def share_out(workload: Workload, settings: TaskSettings, facilities: int, seed: int) -> list[Tensor]:
+    """The numbers of each facility's training samples."""
+    targets = workload.train[1]
+    chosen = _chosen(len(targets), settings.train_samples, "train_samples", seed)
+    if chosen is None:
+        return _split(targets, settings, facilities, seed)
+    return [chosen[part] for part in _split(targets[chosen], settings, facilities, seed)]
+
+
+def chosen_for_test(workload: Workload, settings: TaskSettings, seed: int) -> Tensor | None:
+    """The numbers of the test samples that are used; None: all."""
+    return _chosen(len(workload.test[1]), settings.test_samples, "test_samples", seed)
+
+
+def _chosen(available: int, count: int | None, field: str, seed: int) -> Tensor | None:
+    if count is None or count == available:
+        return None
+    if count > available:
+        raise ConfigError(f"{field} is {count} but the task has only {available}")
     generator = torch.Generator().manual_seed(derive_seed(field, seed))
-    chosen = torch.randperm(len(inputs), generator=generator)[:count]
-    return inputs[chosen], targets[chosen]
+    return torch.randperm(available, generator=generator)[:count]
 
 
 def _split(targets: Tensor, settings: TaskSettings, facilities: int, seed: int) -> list[Tensor]:
-    """The sample numbers of each facility."""
+    """The places of each facility's samples among these."""
     n = len(targets)
     if n < facilities:
         raise ConfigError(f"{n} training samples are too few for {facilities} facilities")

@@ -1,0 +1,198 @@
+"""Jobs trained side by side in slots, and runs that share a device: the same as alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedqueue.config import Config, parse
+from fedqueue.errors import FedQueueError, TaskError
+from fedqueue.sim.fleet import run_many
+from fedqueue.sim.runner import Learned, simulate
+from fedqueue.training.settings import TaskSettings
+from fedqueue.training.slots import SlotJob, Slots, why_not_in_slots
+from fedqueue.training.stacked import Stack, cross_entropy, keyed_drop, why_not
+from fedqueue.training.workload import load_workload
+from tests.conftest import STRATEGY_NAMES, facility
+
+
+def small_network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 5, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(5, 4, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * 2 * 2, 7),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(7, 3),
+    )
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """With an even background, as digits have it: pooled windows then hold the same value four times."""
+    inputs = torch.full((count, 2, 8, 8), -0.4)
+    inputs[:, :, 2:6, 1:7] = torch.randn(count, 2, 4, 6)
+    return inputs, torch.randint(0, 3, (count,))
+
+
+def config_of(strategy: str, seed: int, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"strategy": strategy, "seed": seed, "seconds": 45.0, "learning_rate": 0.01},
+        "task": {"name": "digits", **changes.pop("task", {})},
+        "strategy": {strategy: {"steps": 30}} if strategy in ("fedavg", "fedasync", "fedbuff") else {},
+        "facility": [facility("east"), facility("west", steps_per_second=5.0), facility("north")],
+        **changes,
+    }
+    return parse(tree)
+
+
+def scores(config: Config, learned: Learned | None = None) -> list[tuple[float, float]]:
+    seen: list[tuple[float, float]] = []
+
+    def listen(event: Any, _: object) -> None:
+        if type(event).__name__ == "ModelScored":
+            seen.append((event.at, event.metrics["score"]))
+
+    simulate(config, listeners=[listen], learned=learned)
+    return seen
+
+
+def fleet_scores(configs: list[Config], slots: int) -> list[list[tuple[float, float]]]:
+    found = dict(run_many(configs, lambda i, learned: scores(configs[i], learned), device="cpu", slots=slots))
+    return [found[i] for i in range(len(configs))]
+
+
+def test_a_stacked_network_computes_and_differentiates_as_its_copies_do() -> None:
+    torch.manual_seed(1)
+    copies = [small_network() for _ in range(3)]
+    stack = Stack(copies[0])
+    rows = torch.stack([stack.flatten(dict(copy.state_dict())) for copy in copies])
+    leaves = {name: view.detach().requires_grad_() for name, view in stack.unflatten(rows).items()}
+    inputs, targets = images(3 * 6)
+    inputs, targets = inputs.view(3, 6, 2, 8, 8), targets.view(3, 6)
+    used = torch.ones(3, 6, dtype=torch.bool)
+    used[1, 4:] = False
+    outputs = stack.outputs(leaves, inputs, None)
+    gradients = torch.autograd.grad(cross_entropy(outputs, targets, used).sum(), list(leaves.values()))
+    for slot, copy in enumerate(copies):
+        copy.eval()
+        alone = copy(inputs[slot])
+        torch.testing.assert_close(outputs[slot], alone)
+        loss = nn.functional.cross_entropy(alone[used[slot]], targets[slot][used[slot]])
+        for gradient, parameter in zip(gradients, copy.parameters(), strict=True):
+            torch.testing.assert_close(gradient[slot], torch.autograd.grad(loss, parameter, retain_graph=True)[0])
+
+
+def test_a_slot_trains_as_torch_adam_does_whatever_runs_beside_it() -> None:
+    torch.manual_seed(2)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    samples = (torch.randn(40, 6), torch.randint(0, 3, (40,)))
+    stack = Stack(network)
+    slots = Slots(stack, samples, slots=3, batch_size=4, most_steps=5)
+    start = dict(network.state_dict())
+    # Three jobs of other lengths and rates; the third has batches of two samples; the second comes while others run.
+    plans = [(9, 0.01, 4), (20, 0.02, 4), (6, 0.05, 2)]
+    jobs = [
+        SlotJob(row=stack.flatten(start), batches=torch.randint(0, 40, (n, size)), learning_rate=rate, key=n)
+        for n, rate, size in plans
+    ]
+    slots.load({0: jobs[0], 2: jobs[2]})
+    slots.advance(4)
+    slots.load({1: jobs[1]})
+    slots.advance(20)
+    rows, finite = slots.take([0, 1, 2])
+    assert finite.all()
+    for row, job in zip(rows, jobs, strict=True):
+        alone = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        alone.load_state_dict(start)
+        adam = torch.optim.Adam(alone.parameters(), lr=job.learning_rate)
+        for batch in job.batches:
+            adam.zero_grad()
+            torch.autograd.backward(nn.functional.cross_entropy(alone(samples[0][batch]), samples[1][batch]))
+            adam.step()
+        for name, value in stack.unflatten(row).items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_depends_on_the_key_and_the_step_and_keeps_the_mean() -> None:
+    x = torch.ones(4, 100, 200)
+    dropped = keyed_drop(torch.tensor([7, 8, 7, 7]), torch.tensor([3, 3, 4, 3]))(x, 0.25, 1)
+    assert torch.equal(dropped[0], dropped[3])
+    for other in (1, 2):
+        assert 0.60 < (dropped[0] == dropped[other]).double().mean() < 0.65  # 0.75^2 + 0.25^2
+    assert sorted(set(dropped.flatten().tolist())) == pytest.approx([0.0, 1 / 0.75])
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert dropped[0].mean(0).std().item() == pytest.approx((0.25 / 0.75 / 100) ** 0.5, rel=0.2)
+    assert not torch.equal(dropped[0], keyed_drop(torch.tensor([7]), torch.tensor([3]))(x[:1], 0.25, 2)[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_a_run_in_a_fleet_scores_as_it_does_alone(strategy: str) -> None:
+    configs = [config_of(strategy, seed) for seed in (1, 2, 3)]
+    together = fleet_scores(configs, slots=4)
+    for config, curve in zip(configs, together, strict=True):
+        alone = scores(config)
+        assert [at for at, _ in curve] == [at for at, _ in alone]
+        # Sums in another order: a sample or two of 359 may fall on the other side.
+        assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=2.5 / 359)
+
+
+def test_the_number_of_runs_beside_it_changes_no_bit_of_a_run() -> None:
+    configs = [config_of(strategy, seed) for strategy in ("jit", "fedasync") for seed in (1, 2)]
+    together = fleet_scores(configs, slots=4)
+    assert [fleet_scores([config], slots=4)[0] for config in configs] == together
+
+
+def test_a_fleet_meets_faults_as_a_run_alone_does() -> None:
+    faults = [
+        {"kind": "corrupt", "probability": 0.3},
+        {"kind": "preempt", "probability": 0.2},
+        {"kind": "fail", "probability": 0.2},
+        {"kind": "outage", "at": 12.0, "seconds": 8.0, "facility": "west", "loses_jobs": True},
+    ]
+    config = config_of("fedqueue", 4, fault=faults)
+    tallies: list[dict[str, Any]] = []
+    for learned in (None, "fleet"):
+        if learned is None:
+            tallies.append(simulate(config))
+        else:
+            tallies.append(next(run_many([config], lambda i, given: simulate(config, learned=given), device="cpu"))[1])
+    for key in ("updates", "jobs", "virtual_seconds", "local_steps", "model_transfers"):
+        assert tallies[0][key] == tallies[1][key]
+    assert tallies[0]["updates"]["rejected"] > 0
+
+
+def test_an_error_in_one_run_ends_all_and_is_raised() -> None:
+    configs = [config_of("fedavg", seed) for seed in (1, 2, 3)]
+
+    def work(number: int, learned: Learned) -> list[tuple[float, float]]:
+        if number == 1:
+            raise ValueError("of run 1")
+        return scores(configs[number], learned)
+
+    with pytest.raises(ValueError, match="of run 1"):
+        list(run_many(configs, work, device="cpu", slots=2))
+
+
+def test_what_cannot_be_stacked_is_said_in_one_line() -> None:
+    assert "buffers" in str(why_not(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
+    assert "stride" in str(why_not(nn.Sequential(nn.Conv2d(1, 2, 3, stride=2, padding=1))))
+    assert "not a Sequential" in str(why_not(nn.Linear(2, 2)))
+    digits = load_workload("digits", {})
+    assert why_not_in_slots(digits, digits.make_model(), TaskSettings()) is None
+    assert "Adam" in str(why_not_in_slots(digits, digits.make_model(), TaskSettings(optimizer="sgd")))
+    with pytest.raises(TaskError, match="--device cpu"):
+        list(run_many([config_of("fedavg", 1, task={"optimizer": "sgd"})], lambda i, learned: None, device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_an_accelerator_it_is_said() -> None:
+    with pytest.raises(FedQueueError, match="finds no CUDA device"):
+        list(run_many([config_of("fedavg", 1)], lambda i, learned: None))
