@@ -177,7 +177,8 @@ def test_doctor_finds_this_installation_whole(in_tmp: Path, capsys: Any) -> None
 
 
 def test_help_of_every_command_can_be_read(capsys: Any) -> None:
-    for args in (["--help"], *([name, "--help"] for name in ("demo", "init", "simulate", "compare", "report"))):
+    commands = ("demo", "init", "simulate", "compare", "reproduce", "report")
+    for args in (["--help"], *([name, "--help"] for name in commands)):
         with pytest.raises(SystemExit) as caught:
             main(args)
         assert caught.value.code == 0

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from fedqueue import __version__
 from fedqueue.cli import (
     agent,
+    bound,
     compare,
     demo,
     doctor,
@@ -28,6 +29,7 @@ from fedqueue.cli import (
     operate,
     replay,
     report,
+    reproduce,
     retrace,
     run,
     serve,
@@ -36,7 +38,7 @@ from fedqueue.cli import (
 from fedqueue.errors import FedQueueError, ProtocolError, StorageError
 
 _COMMANDS: tuple[Any, ...] = (
-    *(demo, init, simulate, compare, run, report, replay, retrace, journal, doctor),
+    *(demo, init, simulate, compare, reproduce, bound, run, report, replay, retrace, journal, doctor),
     *(serve, enroll, agent, *operate.VERBS),
 )
 

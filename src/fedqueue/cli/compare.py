@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedqueue.cli import common, terminal
 from fedqueue.cli.figures import show
 from fedqueue.config import Config
-from fedqueue.errors import ConfigError, TaskError
+from fedqueue.errors import ConfigError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
+from fedqueue.processes import run_all
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
 from fedqueue.strategies import STRATEGIES
@@ -72,7 +69,7 @@ def _compare(args: argparse.Namespace, config: Config, strategies: list[str], fo
         for name in strategies
     ]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in strategies}
-    for summary in _progress(_run_all(jobs, args.jobs), len(jobs), quiet=args.json):
+    for summary in _progress(run_all(_run_one, jobs, args.jobs), len(jobs), quiet=args.json):
         runs[summary["strategy"]].append(summary)
         if args.json:
             print(json.dumps(summary), flush=True)
@@ -96,30 +93,6 @@ def plot(folder: Path, strategies: Sequence[str], seeds: Sequence[int], config: 
         curves[name] = [_curve(folder / f"{name}-seed{seed}") for seed in seeds]
     title = f"{config.run.name}: {len(config.facility)} facilities, {len(seeds)} seed{'s'[: len(seeds) > 1]}"
     return comparison_plot(curves, folder / "comparison.png", targets=config.run.targets, title=title)
-
-
-def _run_all(jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:
-    if processes == 1:
-        yield from map(_run_one, jobs)
-        return
-    # A fresh process each: nothing of a parent's torch state is inherited.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_leave_interrupts_to_the_parent) as pool:
-        waiting = [pool.submit(_run_one, job) for job in jobs]
-        try:
-            for done in as_completed(waiting):
-                yield done.result()
-        except BrokenProcessPool:
-            raise TaskError("a worker process was killed, perhaps for want of memory; try fewer --jobs") from None
-        except BaseException:  # an error in a run, or Ctrl-C: the others need not go on
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run_one(job: Job) -> dict[str, Any]:

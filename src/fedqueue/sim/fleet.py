@@ -32,7 +32,7 @@ from fedqueue.training.trainer import batches
 
 T = TypeVar("T")
 
-SLOTS = 96  # jobs side by side: more keep no accelerator busier, and each run waits longer for its own
+SLOTS = 64  # jobs side by side: more keep no accelerator busier, and each run waits longer for its own
 RUNS_A_SLOT = 3  # so many runs are under way that slots do not stand empty while runs wait for scores
 GRAIN = 8  # steps that are done before slots are looked at
 ALL = "all"  # the name of the flat row that stands for a model
@@ -89,7 +89,7 @@ class Bench:
         test = (self.workload.test[0].to(device), self.workload.test[1].to(device))
         self.batch_size = settings.batch_size
         self._slots = Slots(self.stack, train, slots=slots, batch_size=settings.batch_size)
-        self._scorer = Scorer(module, self.stack, test)
+        self._scorer = Scorer(self.workload.make_model(), self.stack, test)
         self._free = list(range(slots))
         self._busy: dict[int, _Ticket] = {}
         self._jobs: deque[_Ticket] = deque()
@@ -302,7 +302,7 @@ def run_many(
         raise ConfigError("device is 'cuda' but torch finds no CUDA device; use 'cpu'")
     torch.set_float32_matmul_precision("high")  # products of matrices as cuDNN's convolutions have them by default
     benches: dict[str, Bench] = {}
-    waiting = deque(sorted(range(len(configs)), key=lambda i: -(configs[i].run.seconds or 0.0)))
+    waiting = deque(range(len(configs)))
     alive: set[_Run[T]] = set()
     ready: deque[_Run[T]] = deque()
     try:

@@ -1,0 +1,156 @@
+"""One run of an experiment as a record: its figures, its curve, and on request every arrival and forecast error.
+
+Records are what results files hold. They are plain values, with floats of six significant digits: enough for any
+table, and the same on every machine that counts the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from statistics import fmean
+from typing import Any, Final
+
+from fedqueue.config import Config
+from fedqueue.engine import Listener
+from fedqueue.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
+from fedqueue.metrics import Tally, target_key
+from fedqueue.predict.base import quantile_of
+from fedqueue.sim.runner import Learned, simulate
+
+DIGITS: Final = 6
+
+Point = tuple[float, float, int, int]
+"""Of a curve: seconds, score, local steps so far, model transfers so far."""
+
+_DECIDE: Final = ("run", "facility", "task", "strategy", "failures", "fault", "simulator")
+"""The sections of a config that decide what a simulated run does."""
+
+
+def run_record(
+    config: Config,
+    learned: Learned | None = None,
+    *,
+    keep: Collection[str] = (),
+    listeners: Sequence[Listener] = (),
+) -> dict[str, Any]:
+    """Run it, without a folder; `keep` names what the record also holds ("arrivals", "errors", "staleness")."""
+    recorder = Recorder(config)
+    summary = simulate(config, listeners=[recorder, *listeners], learned=learned)
+    del summary["strategy"], summary["seed"]
+    record: dict[str, Any] = rounded({**summary, **recorder.figures()})
+    details = recorder.details()
+    return record | {name: details[name] for name in details if name in keep}
+
+
+def fingerprint(config: Config) -> str:
+    """Of all that decides what a run does: equal fingerprints, equal runs. Where it lies, what it is called, on what
+    device it runs and what other strategies would do are left out, and so are keys that are not set."""
+    tree = dataclasses.asdict(config)
+    tree = {name: tree[name] for name in _DECIDE}
+    tree["strategy"] = dataclasses.asdict(config.options())
+    del tree["run"]["name"], tree["task"]["device"]
+    text = json.dumps(_set_ones(tree), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Recorder:
+    """A listener that follows one run."""
+
+    def __init__(self, config: Config) -> None:
+        self._round_length = getattr(config.options(), "round_length", None) or config.run.round_length
+        self._targets = config.run.targets
+        # Of its own: what a run has cost until a model is scored is asked in the middle of it.
+        self._tally = Tally(
+            round_length=self._round_length, nodes={f.name: f.nodes for f in config.facility}, targets=()
+        )
+        self._orders: dict[JobId, tuple[float, Order]] = {}  # when it was submitted
+        self._curve: list[Point] = []
+        self._arrivals: list[float] = []
+        self._errors: dict[str, list[float]] = {facility.name: [] for facility in config.facility}
+        self._staleness: Counter[int] = Counter()
+        self._deferred: list[float] = []  # weights
+
+    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
+        self._tally(event, commands)
+        for command in commands:
+            if type(command) is SubmitJob:
+                self._orders[command.order.job_id] = event.at, command.order
+            elif type(command) is Record and command.facts.get("fate") == "aggregated":
+                self._staleness[int(command.facts["staleness"] or 0)] += 1
+                if command.facts["deferred"]:
+                    self._deferred.append(float(command.facts["weight"] or 0.0))
+        if type(event) is ModelScored:
+            spent = self._tally.summary(strategy="", seed=0, wall_seconds=0.0)
+            self._curve.append((event.at, event.metrics["score"], spent["local_steps"], spent["model_transfers"]))
+        elif type(event) is UpdateArrived and event.receipt.job_id in self._orders:
+            submitted_at, order = self._orders.pop(event.receipt.job_id)
+            self._arrivals.append((event.at - submitted_at) / self._round_length)
+            if order.expected_delay is not None:
+                self._errors[order.facility].append(event.receipt.admission_delay - order.expected_delay)
+
+    def figures(self) -> dict[str, Any]:
+        """What a summary does not have."""
+        reached = {target_key(t): next((p for p in self._curve if p[1] >= t), None) for t in self._targets}
+        return {
+            "interpolated": {target_key(target): interpolate(self._curve, target) for target in self._targets},
+            "movement_to": {name: None if point is None else point[3] for name, point in reached.items()},
+            "deferred_weight": fmean(self._deferred) if self._deferred else None,
+            "arrival": {f"p{100 * share:.0f}": self._arrival(share) for share in (0.5, 0.9)},
+            "curve": self._curve,
+        }
+
+    def _arrival(self, share: float) -> float | None:
+        """Within so many round lengths after submission this share of the updates has arrived."""
+        return quantile_of(sorted(self._arrivals), share) if self._arrivals else None
+
+    def details(self) -> dict[str, Any]:
+        """Everything that `keep` may ask for: arrivals in round lengths after submission, forecast errors (q - q-hat)
+        in seconds, and how many aggregated updates had which staleness."""
+        return {
+            "arrivals": [round(value, 3) for value in self._arrivals],
+            "errors": {name: [round(value, 3) for value in values] for name, values in self._errors.items()},
+            "staleness": {str(staleness): self._staleness[staleness] for staleness in sorted(self._staleness)},
+        }
+
+
+def interpolate(curve: Sequence[Point], target: float) -> float | None:
+    """Seconds at which the straight line between the last model below the target and the first at or above it meets
+    the target. The model before the first counts as 0 at second 0. None: no model reached it.
+
+    >>> interpolate([(10.0, 0.8, 0, 0), (20.0, 1.0, 0, 0)], 0.9)
+    15.0
+    """
+    before = (0.0, 0.0)
+    for at, score, *_ in curve:
+        if score >= target:
+            return before[0] + (at - before[0]) * (target - before[1]) / (score - before[1])
+        before = (at, score)
+    return None
+
+
+def rounded(value: Any) -> Any:
+    """The same with floats of six significant digits.
+
+    >>> rounded({"a": [0.12345678, 3]})
+    {'a': [0.123457, 3]}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value
+
+
+def _set_ones(value: Any) -> Any:
+    """Without keys that are not set, so that a new optional key changes nothing."""
+    if isinstance(value, dict):
+        return {key: _set_ones(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_set_ones(item) for item in value]
+    return value
