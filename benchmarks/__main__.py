@@ -10,11 +10,19 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, load, simulator, training, transfer
+from benchmarks import aggregation, forecasts, history, load, simulator, training, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
-PARTS = {"simulator": simulator, "training": training, "aggregation": aggregation, "transfer": transfer, "load": load}
+PARTS = {
+    "simulator": simulator,
+    "forecasts": forecasts,
+    "history": history,
+    "training": training,
+    "aggregation": aggregation,
+    "transfer": transfer,
+    "load": load,
+}
 
 
 def main() -> int:

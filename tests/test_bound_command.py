@@ -19,7 +19,7 @@ from tests.test_simulation import write_trace
 
 ROOT = Path(__file__).parent.parent
 TIMING = ROOT / "experiments" / "timing.toml"
-CASES = ROOT / "experiments" / "bound-cases.csv"
+CASES = ROOT / "experiments" / "queue-cases.csv"
 RESULTS = ROOT / "experiments" / "results" / "bound.json"
 
 KEYS = [

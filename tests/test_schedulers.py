@@ -286,6 +286,24 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield made
 
 
+def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site) -> None:
+    running = slurm.fill(20.0)
+    waiting = slurm.submit("true")
+    estimate = slurm.scheduler.estimate(60.0, [waiting])
+    assert estimate is not None
+    assert 0.0 < estimate < 3600.0, "all nodes are taken, for a minute each by their limits"
+    listed = slurm.scheduler.listing()
+    assert listed is not None
+    assert listed[waiting].started is None
+    for job_id in running:
+        found = listed[job_id]
+        assert found.started is not None
+        assert found.started >= found.submitted
+        assert (found.procs, found.requested) == (1, 60.0)
+    for job_id in (*running, waiting):
+        slurm.scheduler.cancel(job_id)
+
+
 def test_preempted_job_waits_for_its_second_incarnation(slurm: Site) -> None:
     ids = slurm.fill(60)
     slurm.scheduler_with(partition="urgent", nodes=2).submit(slurm.request("sleep 3"))

@@ -95,7 +95,8 @@ def test_trace_gives_the_wait_of_the_next_recorded_job_of_that_shape(tmp_path: P
         ("submit_s,wait_s,requested_s,procs\n1,soon,3,4\n", "cannot be read as a trace"),
         ("submit_s,wait_s,requested_s,procs\n1,-5,3,4\n", "line 2: submit_s 1, wait_s -5"),
         ("submit_s,wait_s,requested_s,procs\n1,nan,3,4\n", "line 2: submit_s 1, wait_s nan"),
-        ("submit_s,wait_s,requested_s,procs\n", "no job has this shape"),
+        ("submit_s,wait_s,requested_s,procs\n", "holds no job that started"),
+        ("submit_s,wait_s,requested_s,procs\n1,2,3,0\n", "1 number of processors unknown"),
     ],
 )
 def test_bad_trace_is_one_clear_error(tmp_path: Path, content: str, says: str) -> None:

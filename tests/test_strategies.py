@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedqueue.budget import RULES
 from fedqueue.config import Config, FacilitySettings, parse
 from fedqueue.messages import (
     Aggregate,
@@ -38,6 +39,7 @@ from fedqueue.messages import (
     UpdateRejected,
     facility_of,
 )
+from fedqueue.predict import PREDICTORS
 from fedqueue.sim.learning import TimingOnly
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site
@@ -61,9 +63,11 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "fedqueue": st.fixed_dictionaries(
         {},
         optional={
-            "predictor": st.sampled_from(["static", "ewma", "log-ewma", "rolling-median"]),
+            "predictor": st.sampled_from([*PREDICTORS, "conformal/rolling-quantile"]),
             "smoothing": st.floats(0, 1),
+            "rule": st.sampled_from(RULES),
             "margin": st.floats(0, 5),
+            "late_rate": st.floats(0, 1),
             "decay": st.sampled_from(["harmonic", "exponential", "none"]),
             "beta": st.floats(0, 3),
             "lr_scaling": st.sampled_from(["inverse", "none"]),
@@ -79,6 +83,10 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "pipeline": st.sampled_from(["timed", "independent", "chain", "off"]),
             "lead": st.floats(0, 1),
             "patience": st.floats(0, 1),
+            "wall": st.sampled_from(["longest", "forecast"]),
+            "rounds": st.sampled_from(["fixed", "forecast"]),
+            "busy": st.floats(0, 1),
+            "predictor": st.sampled_from(["ewma", "combined"]),
             "lr_scaling": st.sampled_from(["inverse", "none"]),
             "max_staleness": st.none() | st.integers(0, 3),
         },

@@ -8,28 +8,26 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gzip
-import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from fedqueue.bound import Series
 from fedqueue.config import TraceQueue
 from fedqueue.errors import DataError, RunFolderError
+from fedqueue.forecasting.probes import default_warm_up, probe_jobs
+from fedqueue.history.lines import open_text
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.predict import PREDICTORS
+from fedqueue.predict import make_predictor
 from fedqueue.sim.queues import read_trace
 
 Kind = Literal["run", "trace", "errors"]
 
 MOST_SECONDS: Final = 1e12  # an error beyond this is a mistake
 ALL: Final = "all"  # the facility of errors that name none
-WARM_UP_SHARE: Final = 0.2  # of a trace's probes that count for nothing: the forecaster learns ...
-WARM_UP_LEAST: Final = 150  # ... but at least so many, or half if there are fewer than twice as many
 
 _JOBS: Final = """
 SELECT json_extract(c.body, '$.order.facility') AS facility,
@@ -142,7 +140,7 @@ def of_trace(
     submits, waits = read_trace(path, shape)
     probes = replay_forecasts(submits, waits, round_length, predictor=predictor, smoothing=smoothing, first=first)
     if warm_up is None:
-        warm_up = min(max(int(WARM_UP_SHARE * len(probes)), WARM_UP_LEAST), len(probes) // 2)
+        warm_up = default_warm_up(len(probes))
     kept = probes[warm_up:]
     if not kept:
         raise DataError(f"{path}: {len(probes)} probes, and {warm_up} of them are warm-up: there is no error left")
@@ -165,27 +163,21 @@ def replay_forecasts(
     smoothing: float = 0.5,
     first: float | None = None,
 ) -> list[Probe]:
-    """One job at a time, as the published algorithm has it: the probe of a round is the first job submitted in it, and
-    the next round with a probe begins when that job has started, so every forecast uses only waits that are over.
+    """One job at a time, as `probe_jobs` chooses them, so every forecast uses only waits that are over.
 
     Without a `first` forecast the first wait is the forecaster's first guess, and is no probe.
 
     >>> replay_forecasts([0.0, 5.0, 12.0, 47.0], [4.0, 1.0, 20.0, 8.0], 10.0)
     [Probe(at=10.0, expected=4.0, delay=20.0), Probe(at=40.0, expected=12.0, delay=8.0)]
     """
-    forecaster = PREDICTORS[predictor](first, smoothing)
-    begin = submits[0]
+    forecaster = make_predictor(predictor, first, smoothing)
     probes: list[Probe] = []
-    number, known = 0, first is not None
-    while (found := bisect_left(submits, begin + number * round_length)) < len(submits):
-        own = math.floor((submits[found] - begin) / round_length)  # rounds without a job of the shape have no probe
-        number = max(number, own)
-        at, started = begin + number * round_length, submits[found] + waits[found]
+    known = first is not None
+    for at, place in probe_jobs(submits, waits, round_length):
         if known:
-            probes.append(Probe(at, forecaster.forecast(at).mean, waits[found]))
-        forecaster.observe(started, waits[found])
+            probes.append(Probe(at, forecaster.forecast(at).mean, waits[place]))
+        forecaster.observe(submits[place] + waits[place], waits[place])
         known = True
-        number = max(number + 1, math.ceil((started - begin) / round_length))
     return probes
 
 
@@ -244,19 +236,6 @@ def of_pairs(pairs: Sequence[tuple[float, float]]) -> Series:
     """From (expected, real) delays."""
     expected, delays = np.array(pairs, dtype=np.float64).T
     return Series(delays - expected, expected)
-
-
-def is_trace(path: Path) -> bool:
-    """Whether a file's first line is that of a queue trace."""
-    try:
-        with open_text(path) as lines:
-            return "submit_s" in lines.readline()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def open_text(path: Path) -> IO[str]:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
 def _is_number(text: str) -> bool:

@@ -24,9 +24,12 @@ from fedqueue.cli import (
     demo,
     doctor,
     enroll,
+    forecast,
+    history,
     init,
     journal,
     operate,
+    plan,
     replay,
     report,
     reproduce,
@@ -38,7 +41,8 @@ from fedqueue.cli import (
 from fedqueue.errors import FedQueueError, ProtocolError, StorageError
 
 _COMMANDS: tuple[Any, ...] = (
-    *(demo, init, simulate, compare, reproduce, bound, run, report, replay, retrace, journal, doctor),
+    *(demo, init, simulate, compare, reproduce, bound, plan, history, forecast),
+    *(run, report, replay, retrace, journal, doctor),
     *(serve, enroll, agent, *operate.VERBS),
 )
 

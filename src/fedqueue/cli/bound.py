@@ -1,9 +1,10 @@
 """Hold Lemma 1 of the paper against measured forecast errors: the staleness it bounds, the margin it needs, how far
 the errors are from what it assumes, and what the bound becomes in log space.
 
-SOURCE is a run folder; or a queue trace, over which a forecaster is replayed (--round-length is needed, --procs and
---requested choose the jobs); or a CSV file with a column `error`, or `admission_delay` and `expected_delay`, and
-perhaps `facility`; or a plain file with one error a line. docs/protocol.md explains what is printed.
+SOURCE is a run folder; or a queue trace or another log of docs/history.md, over which a forecaster is replayed
+(--round-length is needed, --procs and --requested choose the jobs); or a CSV file with a column `error`, or
+`admission_delay` and `expected_delay`, and perhaps `facility`; or a plain file with one error a line. docs/protocol.md
+explains what is printed.
 
 examples:
   fedqueue bound runs/timing-fedqueue-seed1
@@ -14,7 +15,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import sys
@@ -23,19 +23,19 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from fedqueue import data
 from fedqueue.bound import ENOUGH, Assessment, Setting, assess, least_shift
 from fedqueue.cli import common
+from fedqueue.cli.traces import CASE_COLUMNS, locate, procs_range, read_cases, rounded
 from fedqueue.config import TraceQueue
-from fedqueue.errors import ConfigError, DataError
-from fedqueue.forecast_errors import Measured, is_trace, of_file, of_run, of_trace
+from fedqueue.errors import ConfigError
+from fedqueue.forecast_errors import Measured, of_file, of_run, of_trace
+from fedqueue.history.read import is_log
 from fedqueue.machine import invoked, provenance
 from fedqueue.predict import PREDICTORS
 
 HELP = "hold the paper's staleness bound against measured forecast errors"
 
 _TRACE_OPTIONS = ("procs", "requested", "predictor", "smoothing", "first_delay")
-_CASE_COLUMNS = ("case", "file", "procs", "requested", "round_length")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases",
         type=Path,
         metavar="FILE.csv",
-        help=f"instead of SOURCE: traces in a table with the columns {', '.join(_CASE_COLUMNS)}",
+        help=f"instead of SOURCE: traces in a table with the columns {', '.join(CASE_COLUMNS)}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
@@ -128,8 +128,8 @@ def as_json(assessment: Assessment, measured: Measured) -> dict[str, Any]:
         "notes": notes(assessment, measured),
         "verdict": verdict(assessment),
     }
-    rounded: dict[str, Any] = _rounded(found)
-    return rounded
+    made: dict[str, Any] = rounded(found)
+    return made
 
 
 def _measure(args: argparse.Namespace) -> Measured:
@@ -140,8 +140,8 @@ def _measure(args: argparse.Namespace) -> Measured:
     if source.is_dir():
         kind, measured = "a run folder", of_run(source)
     else:
-        source = _locate(str(source), Path())
-        if is_trace(source):
+        source = locate(str(source), Path())
+        if is_log(source):
             return _replay(source, args, procs=args.procs, requested=args.requested, round_length=args.round_length)
         kind, measured = "no trace", of_file(source)
     if given:
@@ -160,7 +160,7 @@ def _replay(
     if args.first_delay is not None and not 0 <= args.first_delay < inf:
         raise ConfigError(f"--first-delay must be 0 or more, found {args.first_delay:g}")
     try:
-        shape = TraceQueue(file=path.name, procs=_range(procs), max_requested=requested)
+        shape = TraceQueue(file=path.name, procs=procs_range(procs), max_requested=requested)
         Setting(facilities=1, rounds=1, round_length=round_length)
     except ValueError as error:
         raise ConfigError(f"{path.name}: {error}") from None
@@ -173,15 +173,6 @@ def _replay(
         first=args.first_delay,
         warm_up=args.warm_up,
     )
-
-
-def _range(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    low, dash, high = text.partition("-")
-    if not (low.isdecimal() and (high.isdecimal() or not dash)) or int(low) > int(high or low):
-        raise ValueError(f"--procs must be A-B or A, found {text!r}")
-    return int(low), int(high or low)
 
 
 def _assess(measured: Measured, args: argparse.Namespace) -> Assessment:
@@ -219,12 +210,6 @@ def _beside(source: Path, measured: Measured) -> Path:
     return Path(f"{source.name.partition('.')[0]}-bound.png")
 
 
-def _locate(file: str, folder: Path) -> Path:
-    """A file as named, or else in the data folder."""
-    path = folder / file
-    return path if path.exists() else data.find(file if "/" in file else f"traces/{file}")
-
-
 # Many traces at once ------------------------------------------------------------------------------------------
 
 
@@ -245,38 +230,12 @@ def _run_cases(args: argparse.Namespace) -> int:
 
 
 def _measure_cases(args: argparse.Namespace) -> list[tuple[dict[str, Any], Measured]]:
-    try:
-        with args.cases.open(encoding="utf-8", newline="") as lines:
-            reader = csv.DictReader(lines)
-            missing = [name for name in _CASE_COLUMNS if name not in (reader.fieldnames or ())]
-            cases = [{name: (row[name] or "").strip() for name in _CASE_COLUMNS} for row in reader if not missing]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{args.cases}: cannot be read: {error}") from None
-    if missing or not cases:
-        what = f"column {missing[0]} is missing" if missing else "has no case"
-        raise DataError(f"{args.cases}: {what}; it needs {', '.join(_CASE_COLUMNS)}")
     found = []
-    for case in cases:
-        try:
-            requested = float(case["requested"]) if case["requested"] else None
-            length = float(case["round_length"])
-        except ValueError as error:
-            raise DataError(f"{args.cases}: {case['case']}: {error}") from None
-        path, procs = _locate(case["file"], args.cases.parent), case["procs"] or None
-        measured = _replay(path, args, procs=procs, requested=requested, round_length=length)
-        found.append(({**case, "procs": procs, "requested": requested}, measured))
+    for case in read_cases(args.cases):
+        shape = {name: case[name] for name in ("procs", "requested", "round_length")}
+        found.append((case, _replay(locate(case["file"], args.cases.parent), args, **shape)))
     return found
 
 
 def _without_name(rule: Any) -> Mapping[str, Any]:
     return {key: value for key, value in dataclasses.asdict(rule).items() if key != "name"}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value

@@ -10,9 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from fedqueue.predict.base import LEVELS, Forecast, Predictor
+from fedqueue.predict.change_point import ChangePoint
+from fedqueue.predict.combined import Combined
+from fedqueue.predict.conformal import Conformal
 from fedqueue.predict.ewma import Ewma
 from fedqueue.predict.log_ewma import LogEwma
+from fedqueue.predict.log_kalman import LogKalman
 from fedqueue.predict.rolling_median import RollingMedian
+from fedqueue.predict.rolling_quantile import RollingQuantile
 from fedqueue.predict.static import Static
 
 PREDICTORS: Final[Mapping[str, Callable[[float | None, float], Predictor]]] = {
@@ -20,7 +25,50 @@ PREDICTORS: Final[Mapping[str, Callable[[float | None, float], Predictor]]] = {
     "ewma": Ewma,
     "log-ewma": LogEwma,
     "rolling-median": lambda first, smoothing: RollingMedian(first),
+    "rolling-quantile": lambda first, smoothing: RollingQuantile(first),
+    "change-point": lambda first, smoothing: ChangePoint(first),
+    "log-kalman": lambda first, smoothing: LogKalman(first),
+    "conformal": lambda first, smoothing: Conformal(LogEwma(first, smoothing)),
+    "combined": Combined,
 }
 """Name -> maker(first, smoothing): the first expected delay (None: the first seen) and alpha."""
 
-__all__ = ["LEVELS", "PREDICTORS", "Ewma", "Forecast", "LogEwma", "Predictor", "RollingMedian", "Static"]
+CALIBRATED: Final = "conformal/"  # before the name of any of them but `conformal`: calibrated
+
+
+def check_name(name: str) -> None:
+    """ValueError: no predictor has this name."""
+    plain = name.removeprefix(CALIBRATED)
+    if plain not in PREDICTORS or (plain == "conformal" and plain != name):
+        known = ", ".join(PREDICTORS)
+        raise ValueError(f"predictor must be one of {known}, or conformal/ and one of them, found {name!r}")
+
+
+def make_predictor(name: str, first: float | None, smoothing: float) -> Predictor:
+    """The predictor of this name; "conformal/NAME" is NAME, calibrated.
+
+    >>> type(make_predictor("conformal/rolling-median", None, 0.5)).__name__
+    'Conformal'
+    """
+    check_name(name)
+    predictor = PREDICTORS[name.removeprefix(CALIBRATED)](first, smoothing)
+    return Conformal(predictor) if name.startswith(CALIBRATED) else predictor
+
+
+__all__ = [
+    "LEVELS",
+    "PREDICTORS",
+    "ChangePoint",
+    "Combined",
+    "Conformal",
+    "Ewma",
+    "Forecast",
+    "LogEwma",
+    "LogKalman",
+    "Predictor",
+    "RollingMedian",
+    "RollingQuantile",
+    "Static",
+    "check_name",
+    "make_predictor",
+]

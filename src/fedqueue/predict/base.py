@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-LEVELS: Final[tuple[float, ...]] = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+LEVELS: Final[tuple[float, ...]] = (0.01, 0.025, *(n / 100 for n in range(5, 100, 5)), 0.975, 0.99)
 """The probabilities at which a forecast names its quantiles."""
 
 
@@ -25,14 +25,22 @@ class Forecast:
 
     def quantile(self, probability: float) -> float:
         """Seconds that the delay stays under with this probability: linear between the levels, flat outside."""
-        levels = [p for p, _ in self.quantiles]
-        i = bisect_left(levels, probability)
-        if i == 0:
-            return self.quantiles[0][1]
-        if i == len(levels):
-            return self.quantiles[-1][1]
-        (p0, q0), (p1, q1) = self.quantiles[i - 1], self.quantiles[i]
-        return q0 + (q1 - q0) * (probability - p0) / (p1 - p0)
+        levels, seconds = zip(*self.quantiles, strict=True)
+        return between(levels, seconds, probability)
+
+    def lifted(self, other: Forecast, reach: float) -> Forecast:
+        """The longer of two forecasts at every level, and the greatest level reaches `reach` seconds at least.
+
+        How a wait under way counts: it may lengthen a forecast, and never shortens it.
+
+        >>> calm, worried = Forecast(2.0, ((0.5, 1.0), (0.9, 5.0))), Forecast(3.0, ((0.5, 2.0), (0.9, 4.0)))
+        >>> calm.lifted(worried, reach=7.0)
+        Forecast(mean=3.0, quantiles=((0.5, 2.0), (0.9, 7.0)))
+        """
+        values = [max(a, b) for (_, a), (_, b) in zip(self.quantiles, other.quantiles, strict=True)]
+        values[-1] = max(values[-1], reach)
+        levels = (p for p, _ in self.quantiles)
+        return Forecast(max(self.mean, other.mean), tuple(zip(levels, values, strict=True)))
 
 
 class Predictor(Protocol):
@@ -47,7 +55,8 @@ class Predictor(Protocol):
     def still_waiting(self, at: float, waited: float) -> None:
         """A job has waited `waited` seconds and has not started: its delay will be at least that.
 
-        It counts until the next `observe`, which says what that delay really was.
+        It counts until the next `observe`, which says what that delay really was. Until then no quantile is below
+        what it was without it, and the distribution reaches `waited`.
         """
 
     def forecast(self, at: float) -> Forecast:
@@ -78,6 +87,22 @@ class Spread:
         insort(self.sorted, value)
         if len(self._order) > self._size:
             del self.sorted[bisect_left(self.sorted, self._order.popleft())]
+
+
+def between(levels: Sequence[float], values: Sequence[float], level: float) -> float:
+    """The value at a level: linear between the rising levels, flat outside.
+
+    >>> between((0.5, 1.0), (1.0, 5.0), 0.75)
+    3.0
+    """
+    i = bisect_left(levels, level)
+    if i == 0:
+        return values[0]
+    if i == len(levels):
+        return values[-1]
+    if levels[i] == level:
+        return values[i]
+    return values[i - 1] + (values[i] - values[i - 1]) * (level - levels[i - 1]) / (levels[i] - levels[i - 1])
 
 
 def quantile_of(ordered: Sequence[float], probability: float) -> float:

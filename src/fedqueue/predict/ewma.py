@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fedqueue.predict.base import LEVELS, Forecast, Spread, quantile_of
 
 RESIDUALS = 64  # how many of its own newest errors shape the quantiles
-FEW = 5  # with fewer errors than this the spread is a guess: from nothing to three times the mean
+FEW = 5  # with fewer errors than this the spread is a guess: from nothing to four times the mean
+GUESS: Final = Forecast(1.0, ((0.1, 0.0), (0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (0.9, 2.3), (0.95, 3.0), (0.99, 4.0)))
 
 
 class Ewma:
@@ -38,9 +41,10 @@ class Ewma:
         # A wait that is already longer than expected counts as if it ended now.
         mean = self._toward(self._waited) if self._waited > (self._mean or 0.0) else self._mean or 0.0
         if len(self._errors) < FEW:
-            spread: tuple[float, ...] = (0.0, 0.0, 0.5 * mean, mean, 1.5 * mean, 2.3 * mean, 3.0 * mean)
+            spread = [mean * GUESS.quantile(p) for p in LEVELS]
         else:
-            spread = tuple(max(0.0, mean + quantile_of(self._errors.sorted, p)) for p in LEVELS)
+            spread = [max(0.0, mean + quantile_of(self._errors.sorted, p)) for p in LEVELS]
+        spread[-1] = max(spread[-1], self._waited)
         return Forecast(mean, tuple(zip(LEVELS, spread, strict=True)))
 
     def _toward(self, delay: float) -> float:

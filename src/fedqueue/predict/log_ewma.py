@@ -1,13 +1,10 @@
-"""A moving average of log delays: queue waits spread by factors, so their logarithm is what moves evenly."""
+"""A moving average of log delays: one long wait moves it by its logarithm, not by its size."""
 
 from __future__ import annotations
 
-from math import exp, log
-
-from fedqueue.predict.base import LEVELS, Forecast, Spread, quantile_of
-from fedqueue.predict.ewma import FEW, RESIDUALS
-
-SHIFT = 1.0  # seconds added before the logarithm: waits of zero are common on idle systems
+from fedqueue.predict.base import Forecast
+from fedqueue.predict.ewma import RESIDUALS
+from fedqueue.predict.logspace import LogErrors, to_log
 
 
 class LogEwma:
@@ -18,14 +15,14 @@ class LogEwma:
     3.0
     """
 
-    def __init__(self, first: float | None, smoothing: float) -> None:
-        self._centre = None if first is None else log(first + SHIFT)
+    def __init__(self, first: float | None, smoothing: float, errors: int = RESIDUALS) -> None:
+        self._centre = None if first is None else to_log(first)
         self._smoothing = smoothing
-        self._errors = Spread(RESIDUALS)
+        self._errors = LogErrors(errors)
         self._waited = 0.0
 
     def observe(self, at: float, delay: float) -> None:
-        value = log(delay + SHIFT)
+        value = to_log(delay)
         if self._centre is None:
             self._centre = value
         else:
@@ -37,15 +34,9 @@ class LogEwma:
         self._waited = waited
 
     def forecast(self, at: float) -> Forecast:
-        centre, waited = self._centre or 0.0, log(self._waited + SHIFT)
-        if waited > centre:
-            centre = self._toward(waited)
-        errors = self._errors.sorted
-        if len(errors) < FEW:
-            errors = [-0.8, -0.4, 0.0, 0.4, 0.8]
-        mean = sum(max(0.0, exp(centre + error) - SHIFT) for error in errors) / len(errors)
-        spread = (max(0.0, exp(centre + quantile_of(errors, p)) - SHIFT) for p in LEVELS)
-        return Forecast(mean, tuple(zip(LEVELS, spread, strict=True)))
+        centre, waited = self._centre or 0.0, to_log(self._waited)
+        # A wait that is already longer than expected counts as if it ended now.
+        return self._errors.around(self._toward(waited) if waited > centre else centre, self._waited)
 
     def _toward(self, value: float) -> float:
         if self._centre is None:

@@ -30,7 +30,11 @@ class RollingMedian:
 
     def forecast(self, at: float) -> Forecast:
         values = self._seen.sorted or [self._first or 0.0]
-        if self._waited > values[len(values) // 2]:
-            values = sorted([*values, self._waited])
-        spread = tuple(quantile_of(values, p) for p in LEVELS)
-        return Forecast(quantile_of(values, 0.5), tuple(zip(LEVELS, spread, strict=True)))
+        calm = _of(values)
+        if self._waited <= values[len(values) // 2]:
+            return calm
+        return calm.lifted(_of(sorted([*values, self._waited])), self._waited)
+
+
+def _of(values: list[float]) -> Forecast:
+    return Forecast(quantile_of(values, 0.5), tuple((p, quantile_of(values, p)) for p in LEVELS))

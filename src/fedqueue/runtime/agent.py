@@ -20,6 +20,7 @@ from fedqueue.runtime.answers import MOST_ORDERS, checked_answer
 from fedqueue.runtime.delivery import Delivery
 from fedqueue.runtime.evaluation import Evaluation
 from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.foreseeing import Foreseeing
 from fedqueue.runtime.jobfolder import JobFolder, script
 from fedqueue.runtime.journal import Lease
 from fedqueue.runtime.reports import MOST_REPORTS, PROTOCOL, REASON_LENGTH
@@ -63,6 +64,7 @@ class Agent:
         self._evaluation = Evaluation(self._station, self._shelf, self._worker)
         self._delivery = Delivery(self._station, client, lambda work: self._watching.part(work))
         self._watching = Watching(self._station, self._delivery.on_its_way)
+        self._foreseeing = Foreseeing(self._station)
 
     # Life -----------------------------------------------------------------------------------------------
 
@@ -89,6 +91,7 @@ class Agent:
             self._lease.renew()
             self._watching.look()
             self._evaluation.turn()
+            self._foreseeing.turn()
             self._tell_and_do()
             self._submit_what_waits()
         except (StorageError, OSError) as error:  # shared file systems have bad moments

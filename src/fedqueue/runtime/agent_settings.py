@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedqueue.checks import at_least, more_than
 from fedqueue.errors import ConfigError
@@ -26,11 +26,14 @@ class AgentSettings:
     proxy: str | None = None  # http://host:port towards the coordinator; None: HTTPS_PROXY
     stage_worker: bool = True  # put fedqueue's worker side on the jobs' PYTHONPATH
     keep_files: bool = False  # keep the updates of closed jobs
+    forecast: Literal["off", "scheduler", "boosting"] = "off"  # what is said to the coordinator of the next wait
+    forecast_seconds: float = 60.0  # between two looks at the queue for it
+    forecast_history: str | None = None  # boosting: a log of this queue to begin with, as `fedqueue history` reads
 
     def __post_init__(self) -> None:
         if not self.home or not self.command.strip():
             raise ValueError("home and command must not be empty")
-        more_than(self, 0, "poll_seconds")
+        more_than(self, 0, "poll_seconds", "forecast_seconds")
         at_least(self, 0, "grace_seconds", "node_hours")
         for name in self.environment:
             if not name.replace("_", "a").isalnum() or name[:1].isdigit():

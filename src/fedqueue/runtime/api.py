@@ -31,7 +31,7 @@ from fedqueue.runtime.coordinator import Coordinator, Refused
 from fedqueue.runtime.desk import Desk
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.limits import Limits, Uploads
-from fedqueue.runtime.reports import PROTOCOL, Handin, Poll, Scored, Started, one_line
+from fedqueue.runtime.reports import PROTOCOL, Foreseen, Handin, Poll, Scored, Started, one_line
 from fedqueue.runtime.schema import BIGGEST, LONGEST, openapi
 from fedqueue.runtime.status import status
 from fedqueue.settings import read
@@ -198,6 +198,8 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll) -> No
                 raise Refused(403, f"{where}: this facility does not score models")
             if report.version not in books.models:
                 raise Refused(422, f"{where}: there is no model {report.version}")
+        elif isinstance(report, Foreseen):
+            continue
         elif report.sequence >= books.facilities[facility].ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered")
         elif isinstance(report, Started) and report.bound and report.bound.base_version not in books.models:

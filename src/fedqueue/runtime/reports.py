@@ -7,12 +7,14 @@ says in how many seconds a cutoff comes; each side turns that into its own clock
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 from fedqueue.checks import at_least, more_than
 from fedqueue.messages import (
     Assignment,
     Event,
+    ForecastIssued,
     JobEnded,
     JobFailed,
     JobRequeued,
@@ -31,6 +33,8 @@ REASON_LENGTH: Final = 500
 MOST_REPORTS: Final = 1000  # in one poll
 MOST_ATTEMPTS: Final = 10_000
 MOST_METRICS: Final = 100
+MOST_LEVELS: Final = 100
+SOURCE_LENGTH: Final = 100
 MOST_CUTOFFS: Final = 1_000_000
 """A job that aims further ahead aims at nothing."""
 MOST_SECONDS: Final = 366 * 86400.0
@@ -194,7 +198,39 @@ class Scored:
             raise ValueError("metrics must have a score")
 
 
-Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """How long the next job of the facility should wait, as somebody there sees it."""
+
+    kind: Literal["foreseen"] = "foreseen"
+    n: int
+    mean: float
+    levels: list[float]  # probabilities
+    seconds: list[float]  # the wait stays under these with them
+    source: str
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "mean")
+        if not 1 <= len(self.levels) <= MOST_LEVELS or len(self.seconds) != len(self.levels):
+            raise ValueError(f"levels must be 1 to {MOST_LEVELS}, and as many as seconds")
+        if any(a >= b for a, b in pairwise([0.0, *self.levels, 1.0])):
+            raise ValueError("levels must be between 0 and 1, rising")
+        if any(a > b for a, b in pairwise([0.0, *self.seconds])):
+            raise ValueError("seconds must be 0 or more, and rise with the levels")
+        if len(self.source) > SOURCE_LENGTH:
+            raise ValueError(f"source must be {SOURCE_LENGTH} characters at most, found {len(self.source)}")
+
+    def event(self, facility: str, at: float) -> ForecastIssued:
+        return ForecastIssued(
+            at=at,
+            facility=facility,
+            mean=_seconds(self.mean),
+            quantiles=tuple(zip(self.levels, map(_seconds, self.seconds), strict=True)),
+            source=one_line(self.source),
+        )
+
+
+Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored | Foreseen
 
 
 def check_metrics(metrics: dict[str, float]) -> None:
@@ -259,6 +295,8 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
     """The event that a facility's report stands for."""
     if isinstance(report, Scored):
         return ModelScored(at=at, version=report.version, metrics=report.metrics)
+    if isinstance(report, Foreseen):
+        return report.event(facility, at)
     job = job_id(facility, report.sequence)
     match report:
         case Submitted():

@@ -6,12 +6,11 @@ same luck under every strategy, and a comparison of strategies compares nothing 
 
 from __future__ import annotations
 
-import csv
-import gzip
 from bisect import bisect_left
-from math import exp, isfinite, log, sqrt
+from functools import lru_cache
+from math import exp, log, sqrt
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import Literal, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -19,6 +18,8 @@ import numpy as np
 from fedqueue import data
 from fedqueue.config import FixedQueue, LognormalQueue, QueueSettings, SpikeQueue, StepQueue, TraceQueue
 from fedqueue.errors import DataError
+from fedqueue.history.joblog import JobLog
+from fedqueue.history.read import read_log
 
 BLOCK = 1024
 
@@ -114,7 +115,7 @@ class Trace:
     """Replays recorded waits: a job that becomes eligible at t waits as long as the next recorded one of its shape."""
 
     def __init__(self, settings: TraceQueue, draws: Draws, folder: Path) -> None:
-        self._submits, self._waits = read_trace(_trace_path(settings.file, folder), settings)
+        self._submits, self._waits = read_trace(trace_path(settings.file, folder), settings)
         self._speed_up = settings.speed_up
         self._length = self._submits[-1] - self._submits[0] + 1.0
         start = settings.start
@@ -129,39 +130,31 @@ class Trace:
         return sum(self._waits) / len(self._waits) / self._speed_up
 
 
-def _trace_path(file: str, folder: Path) -> Path:
+def trace_path(file: str, folder: Path) -> Path:
     beside = folder / file
     return beside if beside.exists() else data.find(file if "/" in file else f"traces/{file}")
 
 
 def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]:
-    """(submission, wait) in seconds of the jobs of this shape, by submission."""
-    needed = ("submit_s", "wait_s", "requested_s", "procs")
-    low, high = shape.procs or (0, 2**62)
-    most = shape.max_requested or float("inf")
-    rows: list[tuple[float, float]] = []
-    try:
-        with _open_text(path) as lines:
-            reader = csv.DictReader(lines)
-            missing = [name for name in needed if name not in (reader.fieldnames or ())]
-            if missing:
-                raise DataError(f"{path}: column {missing[0]} is missing; a trace needs {', '.join(needed)}")
-            for row in reader:
-                if low <= float(row["procs"]) <= high and float(row["requested_s"]) <= most:
-                    submit, wait = float(row["submit_s"]), float(row["wait_s"])
-                    if not (isfinite(submit) and isfinite(wait) and wait >= 0):
-                        raise ValueError(f"line {reader.line_num}: submit_s {submit:g}, wait_s {wait:g}")
-                    rows.append((submit, wait))
-    except (ValueError, TypeError, gzip.BadGzipFile, EOFError, OSError) as error:
-        raise DataError(f"{path}: cannot be read as a trace: {error}") from None
-    if not rows:
+    """(submission, wait) in seconds of the jobs of this shape, by submission; from a log of any format we read."""
+    jobs = _log_of(path).of_shape(shape.procs, shape.max_requested)
+    if not len(jobs):
         raise DataError(f"{path}: no job has this shape (procs {shape.procs}, max_requested {shape.max_requested})")
-    rows.sort()
-    return [submit for submit, _ in rows], [wait for _, wait in rows]
+    return jobs.submit.tolist(), jobs.wait.tolist()
 
 
-def _open_text(path: Path) -> IO[str]:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+def _log_of(path: Path) -> JobLog:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return _unchanged_log(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _unchanged_log(path: Path, modified: int, size: int) -> JobLog:
+    """Facilities and seeds share traces: each is read once, as long as the file stays as it is."""
+    return read_log(path)
 
 
 def true_mean(settings: QueueSettings, queue: Queue) -> float:

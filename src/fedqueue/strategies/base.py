@@ -336,6 +336,7 @@ class Strategy:
             return
         if status == "left":
             facility.away = True
+            facility.issued = None  # nobody there will correct it
             for job in facility.jobs.values():
                 job.out_of_reach = True
         if facility.status != "drained":

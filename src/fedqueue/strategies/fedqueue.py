@@ -1,12 +1,13 @@
 """FedQueue, the published algorithm: predict the wait, budget the work, admit by cutoff, weigh by staleness.
 
     at the start of round r, for every facility k with no job outstanding:
-        J = T - q-hat - delta            E = floor(c * J)          eta = eta_base * E_min / E
+        J = T - U, U = q-hat + delta     E = floor(c * J)          eta = eta_base * E_min / E
         submit a job for J seconds, bound to version r
     on every arrival: buffer the update;  q-hat <- (1 - alpha) * q-hat + alpha * q
     at the cutoff (r + 1) * T:  w += (1 / S) * sum p * phi(tau) * Delta over what has arrived
 
-Open questions of the paper are settled as docs/protocol.md says.
+Open questions of the paper are settled as docs/protocol.md says. Other rules for U, the seconds set aside for the wait,
+are options.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedqueue.admit import Update
-from fedqueue.budget import scaled_rate, steps_within, train_budget
-from fedqueue.checks import at_least, one_of
+from fedqueue.budget import RULES, Rule, reserve, scaled_rate, steps_within, train_budget
+from fedqueue.checks import at_least, one_of, share
 from fedqueue.messages import Assignment, Scaling
+from fedqueue.predict import Forecast
 from fedqueue.strategies.base import Why
 from fedqueue.strategies.roster import Facility
 from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
@@ -26,7 +28,9 @@ from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class FedQueueOptions(RoundOptions):
-    margin: float = 2.0  # delta, seconds
+    rule: Rule = "paper"  # how much of a round is set aside for the wait
+    margin: float = 2.0  # delta, seconds; of the rule "paper"
+    late_rate: float = 0.05  # of the rule "late-rate"
     lr_scaling: Scaling = "inverse"
     close: Literal["timer", "early"] = "timer"  # early: as soon as nobody is out
     overlap: bool = False  # a facility whose job is still out gets another one when a round starts
@@ -35,6 +39,8 @@ class FedQueueOptions(RoundOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "margin", "min_train_budget")
+        one_of(self, "rule", RULES)
+        share(self, "late_rate")
         one_of(self, "close", ("timer", "early"))
 
 
@@ -44,16 +50,13 @@ class FedQueue(RoundStrategy):
     options: FedQueueOptions
 
     def start_round(self) -> None:
-        for facility in self.facilities.values():
-            for job in facility.jobs.values():
-                if job.started_at is None:
-                    facility.predictor.still_waiting(self.now, self.now - job.submitted_at)
+        self.tell_waits()
         self._dispatch(self._overlapping() if self.options.overlap else self.free())
 
     def idle(self, facility: Facility, why: Why) -> None:
         # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
         if why in ("failure", "rejoin"):
-            budget = self._budget(self.forecast(facility).mean + facility.overhead, self.next_cutoff)
+            budget = self._budget(self.forecast(facility), facility.overhead, self.next_cutoff)
             if budget > self.options.min_train_budget:
                 self._dispatch([facility])
 
@@ -63,11 +66,9 @@ class FedQueue(RoundStrategy):
             self.close_early()
 
     def _dispatch(self, facilities: Sequence[Facility]) -> None:
-        expected = {f.name: self.forecast(f).mean for f in facilities}  # q-hat
-        # Start-up and hand-in take their time too; the paper's setting has none.
-        lost = {f.name: expected[f.name] + f.overhead for f in facilities}
-        cutoffs = {name: self._aim(seconds) for name, seconds in lost.items()}
-        budgets = {name: self._budget(seconds, cutoffs[name]) for name, seconds in lost.items()}  # J
+        forecasts = {f.name: self.forecast(f) for f in facilities}
+        cutoffs = {f.name: self._aim(forecasts[f.name], f.overhead) for f in facilities}
+        budgets = {f.name: self._budget(forecasts[f.name], f.overhead, cutoffs[f.name]) for f in facilities}  # J
         steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
         in_flight = (f.newest_steps for f in self.facilities.values() if f.newest_steps and f.name not in steps)
         least_steps = min([*steps.values(), *in_flight], default=1)  # E_min
@@ -86,23 +87,23 @@ class FedQueue(RoundStrategy):
                 work,
                 round=self.round,
                 at_most=work.train_budget,
-                expected_delay=expected[facility.name],
+                expected_delay=forecasts[facility.name].mean,  # q-hat
             )
 
-    def _aim(self, lost_seconds: float) -> float:
+    def _aim(self, forecast: Forecast, overhead: float) -> float:
         """The next cutoff; the one after it, if the model came so late that nothing would be done by the next."""
         late = self.now > self.last_cutoff  # the round began a while ago
-        if late and self._budget(lost_seconds, self.next_cutoff) <= self.options.min_train_budget:
+        if late and self._budget(forecast, overhead, self.next_cutoff) <= self.options.min_train_budget:
             return self.next_cutoff + self.round_length
         return self.next_cutoff
 
-    def _budget(self, lost_seconds: float, cutoff: float) -> float:
-        return train_budget(
-            cutoff - self.now,
-            lost_seconds,
-            self.options.margin,
-            self.options.min_train_budget,
-        )
+    def _budget(self, forecast: Forecast, overhead: float, cutoff: float) -> float:
+        """Start-up and hand-in (`overhead`) take their time too; the paper's setting has none."""
+        until, chosen = cutoff - self.now, self.options
+        reserved = reserve(
+            chosen.rule, forecast, until - overhead, margin=chosen.margin, late_rate=chosen.late_rate
+        )  # U
+        return train_budget(until, reserved, overhead, chosen.min_train_budget)
 
     def _steps(self, facility: Facility, budget: float) -> int:
         if facility.steps_per_second is None:  # its first job is a short one, to measure it

@@ -5,20 +5,25 @@
     while it runs, the next job is submitted, so that waiting overlaps training
     at every cutoff:  w += (1 / S) * sum p * phi(tau) * Delta over what has arrived
 
-The wait adds no staleness, nothing is guessed about it, and almost nothing misses its cutoff.
+The wait adds no staleness, nothing is guessed about it, and almost nothing misses its cutoff. Options let the forecast
+of the wait set the wall time to ask for, and the round length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Final, Literal
 
 from fedqueue.admit import Update
+from fedqueue.budget import choose_round_length, longest_stay
 from fedqueue.checks import one_of, share
 from fedqueue.messages import Assignment, JobId, PostWork, Standing, facility_of
 from fedqueue.strategies.base import Why
 from fedqueue.strategies.roster import Facility, Job
 from fedqueue.strategies.rounds import RoundOptions, RoundStrategy
+
+LIKELY: Final = (0.05, 0.95)  # the quantiles of the wait between which a job is likely to start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +34,18 @@ class JitOptions(RoundOptions):
     off: when this one's update is in."""
     lead: float = 0.5  # timed: the share of delays that the head start covers
     patience: float = 0.1  # share of a round: a job that starts so close to a cutoff waits for the model made there
+    wall: Literal["longest", "forecast"] = "longest"
+    """Wall time to ask for: the longest stay there can be, or the longest over the starts that are likely."""
+    rounds: Literal["fixed", "forecast"] = "fixed"
+    """forecast: at every cutoff the shortest round length that keeps facilities busy."""
+    busy: float = 0.9  # rounds by forecast: the share of their time, on average
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "pipeline", ("timed", "independent", "chain", "off"))
-        share(self, "lead", "patience")
+        one_of(self, "wall", ("longest", "forecast"))
+        one_of(self, "rounds", ("fixed", "forecast"))
+        share(self, "lead", "patience", "busy")
 
 
 class Jit(RoundStrategy):
@@ -92,30 +104,58 @@ class Jit(RoundStrategy):
             facility.posted = None
             self._post(facility)
 
+    def next_round_length(self) -> float:
+        active = [f for f in self.facilities.values() if f.status == "active"]
+        if self.options.rounds == "fixed" or not active:
+            return self.round_length
+        self.tell_waits()
+        return choose_round_length(
+            self.options.round_length or self.plan.round_length,
+            [self.forecast(f) for f in active],
+            max(f.overhead for f in active),
+            self.options.busy,
+        )
+
     def _post(self, facility: Facility) -> None:
         wanted = facility.status in ("active", "suspended") or facility.jobs
         if facility.steps_per_second is None or not wanted:
             return
-        standing = Standing(
-            version=self.ready,
-            next_cutoff=self.next_cutoff,
-            round_length=self.round_length,
-            steps_per_second=facility.steps_per_second,
-            overhead=facility.overhead,
-            min_steps=self.options.min_steps,
-            learning_rate=self.plan.learning_rate,
-            lr_scaling=self.options.lr_scaling,
-            patience=self.options.patience * self.round_length,
-            least_steps=self._least_steps() if self.options.lr_scaling == "inverse" else None,
-        )
+        standing = self._standing(facility, facility.steps_per_second)
         if standing != facility.posted:
             facility.posted = standing
             self._out.append(PostWork(facility=facility.name, standing=standing))
 
-    def _longest_stay(self, steps_per_second: float) -> float:
-        """Seconds from the start of a job to the cutoff it aims at, at the most."""
-        patience = 2 * self.options.patience * self.round_length
-        return self.round_length + max(patience, self.options.min_steps / steps_per_second)
+    def _standing(self, facility: Facility, steps_per_second: float) -> Standing:
+        return Standing(
+            version=self.ready,
+            next_cutoff=self.next_cutoff,
+            round_length=self.round_length,
+            steps_per_second=steps_per_second,
+            overhead=facility.overhead,
+            min_steps=self.options.min_steps,
+            learning_rate=self.plan.learning_rate,
+            lr_scaling=self.options.lr_scaling,
+            patience=self._patience(facility),
+            least_steps=self._least_steps() if self.options.lr_scaling == "inverse" else None,
+        )
+
+    def _patience(self, facility: Facility) -> float:
+        """Seconds. A job that was ordered when rounds were shorter must not wait its wall time away."""
+        seconds = self.options.patience * self.round_length
+        if self.options.rounds == "fixed":
+            return seconds
+        return min([seconds, *(job.order.wall_seconds / 4 for job in facility.jobs.values())])
+
+    def _at_most(self, facility: Facility, steps_per_second: float, after: JobId | None) -> float:
+        """Seconds from the start of a job to the cutoff it aims at."""
+        standing = self._standing(facility, steps_per_second)
+        if self.options.wall == "longest" or after is not None:  # it is not known when a chained job becomes eligible
+            return longest_stay(standing, self.now, inf)
+        forecast = self.forecast(facility)
+        earliest, latest = (self.now + forecast.quantile(p) for p in LIKELY)
+        # One that starts at another moment may have to wait for a model, and then has its least steps to do.
+        least = 2 * standing.patience + standing.min_steps / steps_per_second
+        return min(max(least, longest_stay(standing, earliest, latest)), longest_stay(standing, self.now, inf))
 
     def _least_steps(self) -> int | None:
         return min((f.newest_steps for f in self.facilities.values() if f.newest_steps), default=None)
@@ -131,7 +171,7 @@ class Jit(RoundStrategy):
             facility,
             None,
             round=self.round,
-            at_most=self._longest_stay(facility.steps_per_second),
+            at_most=self._at_most(facility, facility.steps_per_second, after),
             after=after,
             expected_delay=self.forecast(facility).mean,
         )

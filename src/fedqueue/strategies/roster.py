@@ -7,7 +7,7 @@ from typing import Literal
 
 from fedqueue.messages import Assignment, JobId, Order, Standing
 from fedqueue.plan import FacilityProfile
-from fedqueue.predict import PREDICTORS, Forecast, Predictor
+from fedqueue.predict import Forecast, Predictor, make_predictor
 
 Status = Literal["active", "left", "drained", "suspended", "out"]
 """active: may have work. left: out of reach, may come back. drained: asked to stop. suspended: comes back by
@@ -60,7 +60,7 @@ class Facility:
         first = profile.first_delay
         if predictor == "static" and profile.true_mean_delay is not None:
             first = profile.true_mean_delay
-        self.predictor: Predictor = PREDICTORS[predictor](first, smoothing)
+        self.predictor: Predictor = make_predictor(predictor, first, smoothing)
         self.issued: Forecast | None = None
         self.status: Status = "active"
         self.away = False  # out of reach

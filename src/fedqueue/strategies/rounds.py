@@ -12,7 +12,7 @@ from fedqueue.admit import Buffer, Update
 from fedqueue.checks import at_least, more_than, one_of, share
 from fedqueue.messages import Scaling
 from fedqueue.plan import Plan
-from fedqueue.predict import PREDICTORS
+from fedqueue.predict import check_name
 from fedqueue.strategies.base import Strategy
 from fedqueue.strategies.roster import Facility, Job
 from fedqueue.weigh import Decay, discount, normalised
@@ -33,7 +33,7 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         more_than(self, 0, "round_length")
-        one_of(self, "predictor", tuple(PREDICTORS))
+        check_name(self.predictor)
         share(self, "smoothing")
         one_of(self, "decay", ("harmonic", "exponential", "none"))
         at_least(self, 0, "beta", "max_staleness")
@@ -72,9 +72,26 @@ class RoundStrategy(Strategy):
 
     def timer(self, key: str) -> None:
         if key == f"cutoff/{self.round}":
+            cutoff = self.next_cutoff
             self.close_round()
-            self._since_origin += 1
-            self._set_cutoff()
+            length = self.next_round_length()
+            if length == self.round_length:
+                self._since_origin += 1
+                self._set_cutoff()
+            else:
+                self.round_length = length
+                self._schedule_from(cutoff)
+
+    def tell_waits(self) -> None:
+        """Forecasts count the waits that are under way; of several at a facility, the longest."""
+        for facility in self.facilities.values():
+            waiting = [j for j in facility.jobs.values() if j.started_at is None and j.order.after is None]
+            if waiting:
+                facility.predictor.still_waiting(self.now, self.now - min(j.submitted_at for j in waiting))
+
+    def next_round_length(self) -> float:
+        """Asked at each cutoff; cutoffs of the new length count from there."""
+        return self.round_length
 
     def close_early(self) -> None:
         """Everybody is back: the cutoff is now, and the next one a round length from now."""

@@ -14,13 +14,14 @@ Whether a job did its work is not for the scheduler to say: only the job's own r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Literal, Protocol
 
 from fedqueue.errors import FedQueueError
+from fedqueue.forecasting.state import Listed
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,59}")  # what every scheduler takes as it is and none cuts short
 OUTPUT = "output.txt"  # in the job's folder: what the job printed, all its incarnations one after the other
@@ -112,6 +113,13 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Ask for its end; no error if it is gone already. The end shows in `poll`, some seconds later."""
+
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
+        """Seconds until a job of ours would start if it were submitted now, by the scheduler's own plan; `waiting` are
+        those that wait already. None: it has no plan."""
+
+    def listing(self) -> Mapping[str, Listed] | None:
+        """All jobs, of everybody, that wait or run. None: it does not say."""
 
 
 def last_line(text: str) -> str:

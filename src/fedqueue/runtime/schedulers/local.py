@@ -83,6 +83,12 @@ class LocalScheduler:
             (self._folder(job_id) / "cancel").touch()  # first: it looks for it once it can hear signals
             self._signal(job_id, signal.SIGTERM)
 
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> None:
+        return None
+
+    def listing(self) -> None:
+        return None
+
     def requeue(self, job_id: str) -> None:
         """End a running job and put it into the queue again, as operators do and preemption does."""
         status = self.poll([job_id]).get(job_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import calendar
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedqueue.runtime.schedulers.base import (
@@ -89,6 +89,16 @@ class PbsScheduler:
         if answer.code not in (0, FINISHED, UNKNOWN_ID):
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
+        """That of the newest of ours that waits: PBS plans for jobs that it has, and only if it was set up to."""
+        if not waiting:
+            return None
+        answer = self._call("qstat", "-f", "-F", "json", waiting[-1], TZ="UTC")
+        return read_estimates(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
+
+    def listing(self) -> None:
+        return None
+
     def _options(self, request: JobRequest, after: str | None) -> list[str]:
         settings = self.settings
         chunk = {"ncpus": settings.cpus_per_node, "ngpus": settings.gpus_per_node, "mem": settings.memory}
@@ -137,6 +147,29 @@ def read_answer(text: str, job_id: str) -> JobStatus:
     except (ValueError, AttributeError, StopIteration):
         return JobStatus(phase="unknown", reason="qstat: no job in its answer")
     return read_status(job)
+
+
+def read_estimates(text: str, now: float) -> dict[str, float]:
+    """Seconds until start by job id, from `qstat -f -F json`. Only what is queued counts: the record of a job keeps its
+    last estimate after it ran.
+
+    >>> job = '{"job_state": "Q", "estimated": {"start_time": "Thu Jan  1 00:02:08 1970"}}'
+    >>> read_estimates('{"Jobs": {"36.pbs-host": ' + job + '}}', now=100.0)
+    {'36.pbs-host': 28.0}
+    """
+    try:
+        jobs = json.loads(text, strict=False).get("Jobs", {})  # values may hold bare control characters
+    except (ValueError, AttributeError):
+        return {}
+    found = {}
+    for name, job in jobs.items() if isinstance(jobs, Mapping) else ():
+        estimated = job.get("estimated") if isinstance(job, Mapping) and job.get("job_state") == "Q" else None
+        said = estimated.get("start_time") if isinstance(estimated, Mapping) else None
+        # Some versions print the number of seconds.
+        moment = float(said) if isinstance(said, int | float) else epoch(said) if isinstance(said, str) else None
+        if moment is not None:
+            found[str(name)] = max(0.0, moment - now)
+    return found
 
 
 def read_status(job: dict[str, Any]) -> JobStatus:

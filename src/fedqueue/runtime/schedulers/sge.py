@@ -80,6 +80,12 @@ class SgeScheduler:
         if answer.code != 0 and "does not exist" not in answer.out + answer.err:
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> None:
+        return None
+
+    def listing(self) -> None:
+        return None
+
     # Inside ---------------------------------------------------------------------------------------------------
 
     def _options(self, request: JobRequest) -> list[str]:

@@ -9,7 +9,10 @@ import calendar
 import re
 import time
 from collections.abc import Sequence
+from math import nan
 
+from fedqueue.forecasting.state import Listed
+from fedqueue.history.lines import duration
 from fedqueue.runtime.schedulers.base import (
     JobRequest,
     JobStatus,
@@ -56,6 +59,7 @@ NEVER = re.compile(
     r"|(Assoc|QOS)MaxWallDuration\w*|(Assoc|QOS)GrpWall\w*",
     re.IGNORECASE,
 )
+LISTING = "%i|%T|%V|%S|%l|%D"  # id, state, submission, start, limit, nodes
 BAD_LUCK = re.compile(r"launch_failed_requeued_held")  # of these, what is no fault of what was asked for
 UNREACHABLE = re.compile(
     r"unable to contact slurm controller|connect(ion)? (failure|refused)|communication|timed out|zero bytes"
@@ -106,17 +110,38 @@ class SlurmScheduler:
         if answer.code != 0 and not gone:
             raise SchedulerUnreachableError(f"scancel: {answer.said}")
 
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
+        """Of a new job, which sbatch tests; where a site forbids that, of the newest of ours that waits."""
+        answer = self._ask("sbatch", "--test-only", *self._shape(wall_seconds), "--wrap=true")
+        found = read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
+        if found is None and waiting:
+            answer = self._ask("squeue", "--start", "--noheader", f"--jobs={waiting[-1]}", "--format=%i|%S")
+            found = read_squeue(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
+        return found
+
+    def listing(self) -> dict[str, Listed]:
+        answer = self._ask("squeue", "--all", "--noheader", "--states=PENDING,RUNNING", f"--format={LISTING}")
+        if answer.code != 0:
+            raise SchedulerUnreachableError(f"squeue: {answer.said}")
+        return read_listing(answer.out)
+
     def _options(self, request: JobRequest) -> list[str]:
-        settings = self.settings
-        minutes = int(clamp_wall(request.wall_seconds, settings) // 60)
         output = str(request.output).replace("%", "%%")  # sbatch reads % as the start of a pattern
         given = {
             "job-name": request.name,
-            "time": minutes,
             "output": output,
             "open-mode": "append",
             "chdir": request.folder,
             "dependency": None if request.after is None else f"afterany:{request.after}",
+        }
+        own = [f"--{key}={value}" for key, value in given.items() if value is not None]
+        return ["--parsable", *own, *self._shape(request.wall_seconds)]
+
+    def _shape(self, wall_seconds: float) -> list[str]:
+        """What every job of ours asks for."""
+        settings = self.settings
+        given = {
+            "time": int(clamp_wall(wall_seconds, settings) // 60),
             "account": settings.account,
             "partition": settings.partition,
             "qos": settings.qos,
@@ -128,8 +153,7 @@ class SlurmScheduler:
             "constraint": settings.constraint,
             "reservation": settings.reservation,
         }
-        options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-        return ["--parsable", *options, *settings.extra]
+        return [*(f"--{key}={value}" for key, value in given.items() if value is not None), *settings.extra]
 
     def _ask(self, name: str, *arguments: str) -> Answer:
         """With times in UTC. Not for sbatch: a job inherits what sbatch has."""
@@ -189,6 +213,56 @@ def read_status(line: str) -> JobStatus:
         outcome=outcome,
         exit_code=exit_code(field(line, "ExitCode")) if ran and phase == "ended" else None,
     )
+
+
+def read_test_only(text: str, now: float) -> float | None:
+    """Seconds until start, from what `sbatch --test-only` printed with TZ=UTC (on standard error); None: it cannot say.
+
+    >>> read_test_only("sbatch: Job 6 to start at 1970-01-01T00:05:08 using 1 processors on nodes x1", now=8.0)
+    300.0
+    """
+    said = re.search(r"\bto start at (\S+)", text)
+    moment = epoch(said[1]) if said else None
+    return None if moment is None else max(0.0, moment - now)
+
+
+def read_squeue(text: str, now: float) -> dict[str, float]:
+    """Seconds until start by job id, from `squeue --start`, or from `squeue --start --noheader --format='%i|%S'`. Jobs
+    without an estimate are left out.
+
+    >>> read_squeue("3|1970-01-01T00:02:08\\n4|N/A\\n", now=100.0)
+    {'3': 28.0}
+    """
+    found = {}
+    for line in text.splitlines():
+        words = line.split("|") if "|" in line else line.split()
+        moment = next((at for word in words if (at := epoch(word.strip())) is not None), None)
+        if moment is not None:
+            found[words[0].strip()] = max(0.0, moment - now)
+    return found
+
+
+def read_listing(text: str) -> dict[str, Listed]:
+    """Jobs by id, from `squeue --format=LISTING`. Lines that we do not understand are left out.
+
+    >>> read_listing("7|RUNNING|1970-01-01T00:00:05|1970-01-01T00:00:09|1:00:00|2")["7"].started
+    9.0
+    """
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) != LISTING.count("|") + 1 or not cells[-1].isdigit():
+            continue
+        submitted = epoch(cells[2])
+        started = epoch(cells[3]) if cells[1] == "RUNNING" else None  # of a waiting job it is a guess
+        if submitted is None or (cells[1] == "RUNNING" and started is None):
+            continue
+        try:
+            limit = duration(cells[4])
+        except ValueError:  # UNLIMITED, NOT_SET
+            limit = nan
+        found[cells[0]] = Listed(submitted=submitted, started=started, requested=limit, procs=int(cells[5]))
+    return found
 
 
 def field(line: str, key: str) -> str | None:

@@ -1,0 +1,1 @@
+"""What a facility's queue did in the past: scheduler logs, read and summarised."""

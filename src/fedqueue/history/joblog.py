@@ -1,0 +1,45 @@
+"""What a queue did: one row for each job that started, in columns, by submission."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class JobLog:
+    """Jobs in order of submission. Times are seconds; those of submission count from the first job."""
+
+    name: str
+    submit: Floats
+    wait: Floats  # from being eligible to the start
+    run: Floats  # nan: unknown
+    requested: Floats  # wall time; nan: unknown
+    procs: Ints  # nodes or cores, whichever the log counts
+    epoch: float | None = None  # Unix time of second 0; None: unknown
+
+    def __len__(self) -> int:
+        return len(self.submit)
+
+    def only(self, which: NDArray[np.bool_]) -> JobLog:
+        """Those jobs alone; second 0 stays where it was."""
+        columns = {name: getattr(self, name)[which] for name in ("submit", "wait", "run", "requested", "procs")}
+        return replace(self, **columns)
+
+    def of_shape(self, procs: tuple[int, int] | None = None, max_requested: float | None = None) -> JobLog:
+        """Jobs of so many processors, from the fewest to the most, that asked for so many seconds at the most."""
+        return self.only(self.which(procs, max_requested))
+
+    def which(self, procs: tuple[int, int] | None = None, max_requested: float | None = None) -> NDArray[np.bool_]:
+        """Whether each job is of the shape."""
+        found = np.ones(len(self), dtype=np.bool_)
+        if procs is not None:
+            found &= (self.procs >= procs[0]) & (self.procs <= procs[1])
+        if max_requested is not None:
+            found &= self.requested <= max_requested  # one that is not known is not at most anything
+        return found

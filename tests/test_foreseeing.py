@@ -1,0 +1,199 @@
+"""What a facility says of its own queue: from its scheduler's estimates, from the queue itself, to the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedqueue.forecasting.state import Listed
+from fedqueue.history.trace import write_log
+from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.messages import ForecastIssued
+from fedqueue.runtime import foreseeing
+from fedqueue.runtime.agent_settings import AgentConfig, AgentSettings
+from fedqueue.runtime.foreseeing import Foreseeing
+from fedqueue.runtime.reports import Foreseen, event_of
+from fedqueue.runtime.schedulers import SchedulerUnreachableError
+from fedqueue.runtime.station import Station
+from fedqueue.runtime.works import Notes
+from tests.coordinators import Served, refusal, serving
+from tests.test_forecasting import one_server
+
+WALL = 600.0
+
+
+class Oracle:
+    """A scheduler that says what a test wants it to say."""
+
+    kind = "oracle"
+
+    def __init__(self) -> None:
+        self.says: float | None = 100.0
+        self.queue: Mapping[str, Listed] | None = None
+        self.reachable = True
+        self.asked = 0
+
+    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
+        self.asked += 1
+        if not self.reachable:
+            raise SchedulerUnreachableError("it sleeps")
+        return self.says
+
+    def listing(self) -> Mapping[str, Listed] | None:
+        return self.queue
+
+
+class Home:
+    """An agent's home, and what its journal says of jobs."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.path = path
+        self.scheduler = Oracle()
+        self.said: list[str] = []
+        self.now = 1000.0
+        self._settings = AgentSettings(home="home", command="true", forecast_seconds=1e-9, **settings)
+        monkeypatch.setattr("time.time", lambda: self.now)
+        self.visit()
+
+    def visit(self) -> None:
+        """A new process of the agent."""
+        scheduler: Any = self.scheduler
+        self.close()
+        self.notes = Notes(self.path)
+        station = Station(
+            AgentConfig(agent=self._settings), self.path, "north", scheduler, self.notes, self.said.append
+        )
+        self.foreseeing = Foreseeing(station)
+
+    def close(self) -> None:
+        if hasattr(self, "notes"):
+            self.notes.close()
+
+    def order(self, sequence: int) -> None:
+        order = {"name": f"fq-{sequence}", "purpose": "train", "wall_seconds": WALL}
+        self.notes.note({"kind": "order", "sequence": sequence, "at": self.now, "order": order})
+        self.foreseeing.turn()  # it looks at the queue before the job is there
+        self.notes.note({"kind": "submitted", "sequence": sequence, "id": str(sequence), "at": self.now})
+        self.foreseeing.turn()
+
+    def start(self, sequence: int, wait: float) -> None:
+        self.now += wait
+        report = {"kind": "started", "sequence": sequence, "attempt": 0, "admission_delay": wait}
+        self.notes.note(self.notes.report(**report))
+        self.foreseeing.turn()
+        self.notes.note({"kind": "closed", "sequence": sequence})
+        self.foreseeing.turn()
+
+    def foreseen(self) -> list[dict[str, Any]]:
+        return [report for report in self.notes.memory.reports.values() if report["kind"] == "foreseen"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Home]]:
+    homes: list[Home] = []
+
+    def make(**settings: Any) -> Home:
+        path = tmp_path / f"home-{len(homes)}"
+        path.mkdir()
+        homes.append(Home(path, monkeypatch, **settings))
+        return homes[-1]
+
+    yield make
+    for one in homes:
+        one.close()
+
+
+def test_scheduler_that_is_wrong_by_a_factor_is_corrected_and_remembered(home: Callable[..., Home]) -> None:
+    north = home(forecast="scheduler")
+    for sequence in range(40):
+        north.order(sequence)
+        north.start(sequence, wait=10.0)  # it says 100 s
+        if sequence == 30:
+            north.visit()
+    north.scheduler.says = 1000.0
+    north.order(40)
+    newest = north.foreseen()[-1]
+    assert newest["source"] == "scheduler"
+    assert 90.0 < dict(zip(newest["levels"], newest["seconds"], strict=True))[0.5] < 130.0
+    assert newest["seconds"] == sorted(newest["seconds"])
+    event = event_of(Foreseen(n=1, **{k: v for k, v in newest.items() if k != "at"}), "north", 5.0, {})
+    assert isinstance(event, ForecastIssued)
+    assert event.mean == newest["mean"]
+
+
+def test_without_an_estimate_own_waits_count_and_little_changes_are_not_sent(home: Callable[..., Home]) -> None:
+    north = home(forecast="scheduler")
+    north.scheduler.says = None
+    for sequence in range(30):
+        north.order(sequence)
+        north.start(sequence, wait=50.0)
+    assert 45.0 < north.foreseen()[-1]["mean"] < 55.0
+    assert len(north.foreseen()) < 10
+
+
+def test_no_forecast_when_off_and_trouble_costs_nothing_else(home: Callable[..., Home]) -> None:
+    off = home()
+    off.order(0)
+    off.start(0, wait=10.0)
+    assert off.scheduler.asked == 0
+    north = home(forecast="scheduler")
+    (north.path / foreseeing.FILE).write_text("{torn")
+    north.scheduler.reachable = False
+    north.order(1)
+    north.start(1, wait=10.0)
+    assert north.foreseen() == []
+    assert north.said == ["forecasts.json in the agent's home cannot be read: forecasts begin anew"]
+    boosted = home(forecast="boosting")
+    boosted.order(2)
+    assert boosted.said[-1] == "no forecast: oracle does not list its queue; set agent.forecast to off"
+
+
+def test_boosting_learns_from_a_log_and_goes_on_with_listings(tmp_path: Path, home: Callable[..., Home]) -> None:
+    log = one_server(600)
+    procs = int(log.procs[-1])
+    write_log(log, tmp_path / "past.csv")
+    north = home(forecast="boosting", forecast_history=str(tmp_path / "past.csv"))
+    north.now = float(log.submit[-1]) + (log.epoch or 0.0) + 10.0
+    waiting = {f"x{n}": Listed(submitted=north.now - n, procs=procs, requested=WALL) for n in range(5)}
+    north.scheduler.queue = waiting
+    north.order(0)
+    north.scheduler.queue = {**waiting, "0": Listed(submitted=north.now, procs=1, requested=WALL)}
+    north.start(0, wait=30.0)
+    assert north.foreseen(), north.said
+    newest = north.foreseen()[-1]
+    assert newest["source"] == "boosting"
+    assert newest["seconds"] == sorted(newest["seconds"])
+    assert newest["mean"] > 0.0
+
+
+# At the coordinator -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path, strategy="fedqueue") as found:
+        yield found
+
+
+def test_forecast_of_a_facility_is_what_its_next_order_expects(served: Served) -> None:
+    north = served.facility("north")
+    foreseen = {
+        "kind": "foreseen",
+        "mean": 123.0,
+        "levels": [0.5, 0.9],
+        "seconds": [100.0, 300.0],
+        "source": "scheduler",
+    }
+    for bad in ({"levels": [0.9, 0.5]}, {"seconds": [300.0, 100.0]}, {"levels": [0.5]}, {"mean": -1.0}):
+        assert refusal(north.poll, {**foreseen, **bad}).status == 422
+    north.poll(foreseen)
+    north.order()
+    north.order()  # the one before has failed
+    with LedgerReader(served.folder / FILE) as ledger:
+        (issued,) = ledger.rows("SELECT body FROM events WHERE kind = 'ForecastIssued'")
+        assert '"scheduler"' in issued["body"]
+        query = "SELECT json_extract(body, '$.order.expected_delay') AS expected FROM commands WHERE kind = 'SubmitJob'"
+        assert 123.0 in [row["expected"] for row in ledger.rows(query)]

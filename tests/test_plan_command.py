@@ -1,0 +1,188 @@
+"""`fedqueue plan` from the command line: what it takes, prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedqueue.cli import main
+from fedqueue.config import TraceQueue, load
+from fedqueue.data import find
+from fedqueue.errors import DataError
+from fedqueue.planning.config_out import _key, _table
+from tests.test_simulation import write_trace
+
+CONFIG = """
+[run]
+name = "sites"
+seconds = 172800.0
+
+[task]
+name = "timing"
+
+[strategy.jit]
+patience = 0.05
+
+[[facility]]
+name = "north"
+nodes = 2
+steps_per_second = 10.0
+startup_seconds = 30.0
+
+[[facility]]
+name = "south"
+nodes = 4
+steps_per_second = 20.0
+"""
+
+QUICK = ("--days", "2", "--starts", "2", "--jobs", "1", "--strategies", "jit,fedavg", "--longest", "14400")
+
+
+@pytest.fixture
+def site(in_tmp: Path) -> Path:
+    """A config and two histories: north's jobs wait minutes, south's hours."""
+    luck = np.random.default_rng(1)
+    for name, mean, procs in (("north", 300, (2, 4)), ("south", 9000, (4,))):
+        rows = [
+            (int(at), int(luck.exponential(mean)), 3600, int(luck.choice(procs))) for at in range(0, 6 * 86_400, 900)
+        ]
+        write_trace(in_tmp / f"{name}.csv", rows)
+    (in_tmp / "c.toml").write_text(CONFIG)
+    return in_tmp
+
+
+def planned(capsys: Any, *args: str) -> dict[str, Any]:
+    assert main(["plan", "c.toml", *QUICK, *args, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+HISTORIES = ("--history", "north=north.csv", "--history", "south=south.csv")
+
+
+def test_person_sees_the_recommendation_first_within_a_hundred_columns(site: Path, capsys: Any) -> None:
+    assert main(["plan", "c.toml", *QUICK, *HISTORIES, "--what-if", "south.wait=2x", "--plot", "p/plan.png"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].startswith("Run jit (")
+    assert lines[1].startswith("Ask for jobs of: north")
+    assert max(map(len, lines)) <= 100
+    for words in (
+        "Waiting for south costs FedAvg",
+        "What is uncertain:",
+        "south.wait=2x",
+        "effective local steps a day",
+    ):
+        assert words in out
+    assert "begun anew" not in out, "six days of history hold two days"
+    assert Path("p/plan.png").stat().st_size > 20_000
+
+
+def test_written_config_loads_and_simulates_and_can_be_planned_again(site: Path, capsys: Any) -> None:
+    found = planned(capsys, *HISTORIES, "--out", "out/plan.toml")["recommendation"]
+    config = load(Path("out/plan.toml"))
+    assert (config.run.strategy, config.run.round_length) == ("jit", found["round_length"])
+    assert config.options("jit").pipeline == found["options"]["pipeline"]
+    assert config.options("jit").patience == 0.05, "what the user chose stays"
+    for facility in config.facility:
+        said = found["facilities"][facility.name]
+        assert facility.nodes == said["nodes"]
+        assert isinstance(facility.queue, TraceQueue)
+        assert list(facility.queue.procs or ()) == said["history"]["procs"]
+        assert facility.first_delay == pytest.approx(said["wait_median"], abs=0.1)
+    assert main(["simulate", "out/plan.toml", "--json", "--no-plots", "--out", "run"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    updates = summary["updates"]["admitted"] + summary["updates"]["deferred"]
+    assert updates / 2 == pytest.approx(found["updates_per_day"], rel=0.5)
+    assert main(["plan", "out/plan.toml", *QUICK, "--keep-nodes", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["recommendation"]
+    assert again["strategy"] == "jit"
+    nodes = f"facility.north.nodes={config.facility[0].nodes}"  # those of the run's own jobs
+    assert (
+        main(["plan", "c.toml", *QUICK, "--history", "north=run", "--history", "south=south.csv", "--set", nodes]) == 0
+    )
+
+
+def test_same_seed_same_plan_in_one_process_or_two(site: Path, capsys: Any) -> None:
+    one = planned(capsys, *HISTORIES, "--keep-nodes")
+    assert planned(capsys, *HISTORIES, "--keep-nodes", "--jobs", "2") == one
+    assert planned(capsys, *HISTORIES, "--keep-nodes", "--seed", "7") != one
+
+
+def test_facility_without_history_keeps_the_queue_of_its_config(site: Path, capsys: Any) -> None:
+    found = planned(
+        capsys, *("--history", "north=north.csv", "--set", 'facility.south.queue={kind="fixed", delay=60.0}')
+    )
+    south = found["recommendation"]["facilities"]["south"]
+    assert south["history"] is None
+    assert south["wait_median"] == 60.0
+    assert any("south: has no history" in caution for caution in found["uncertain"])
+
+
+def test_curve_makes_time_to_target_the_objective(site: Path, capsys: Any) -> None:
+    Path("curve.csv").write_text("steps,score\n1000,0.5\n50000,0.9\n")
+    found = planned(capsys, *HISTORIES, "--keep-nodes", "--curve", "curve.csv", "--target", "0.9")
+    assert found["objective"]["needed"] == 50_000
+    assert found["recommendation"]["target_days"] > 0
+    assert "The target should be reached after" in " ".join(found["recommendation"]["words"])
+    assert main(["plan", "c.toml", *HISTORIES, "--curve", "curve.csv", "--target", "0.99"]) == 3
+    assert "never reaches 0.99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--history", "east=north.csv"), 2, "there is no facility 'east'; there are north, south"),
+        (("--history", "north.csv"), 2, "must be FACILITY=VALUE"),
+        (("--history", "north=north.csv"), 2, "facility.south: has no history and no queue; say --history south=FILE"),
+        (("--history", "north=none.csv"), 3, "none.csv"),
+        ((*HISTORIES, "--set", "facility.north.nodes=64"), 3, "sizes with enough jobs: 2 (277), 3-5 (299)"),
+        ((*HISTORIES, "--what-if", "south.colour=blue"), 2, "keys are wait, nodes"),
+        ((*HISTORIES, "--what-if", "without east"), 2, "there is no facility 'east'"),
+        ((*HISTORIES, "--live", "north=slurm"), 2, "north has --history too"),
+        (("--live", "north=lsf"), 2, "must be one of slurm, pbs, sge"),
+        ((*HISTORIES, "--target", "0.9"), 2, "belong together"),
+        ((*HISTORIES, "--strategies", "best"), 2, "there is no strategy 'best'"),
+        ((*HISTORIES, "--days", "0"), 2, "--days must be more than 0"),
+        ((*HISTORIES, "--per-node", "north=few"), 2, "must be a whole number of processors"),
+        ((*HISTORIES, "--shortest", "9999999"), 2, "--shortest and --longest"),
+        ((*HISTORIES, "--out", "c.toml"), 2, "exists already; nothing was changed"),
+    ],
+)
+def test_bad_input_is_one_line(site: Path, capsys: Any, args: tuple[str, ...], code: int, says: str) -> None:
+    assert main(["plan", "c.toml", *args]) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert Path("c.toml").read_text() == CONFIG
+
+
+def test_toml_is_written_as_it_is_read() -> None:
+    import tomllib
+
+    tree = {
+        "run": {"name": "a", "targets": [0.5, 0.25], "warm_up": False},
+        "strategy": {"fedavg": {"steps": {"north": 3, "so.uth": 4}}, "jit": {}},
+        "facility": [{"name": 'tab\t"quote"', "queue": {"kind": "fixed", "delay": 1e-07}}, {"name": "ü\x7f"}],
+    }
+    assert tomllib.loads("\n".join(_table(tree, {("run", "name"): "why"}))) == tree
+    assert _key("so.uth") == '"so.uth"'
+
+
+def test_plan_over_real_traces(in_tmp: Path, capsys: Any) -> None:
+    try:
+        find("traces/anl-theta-2021.csv.gz"), find("traces/kth-sp2-1996.csv.gz")
+    except DataError:
+        pytest.skip("the traces are not here: set FEDQUEUE_DATA")
+    Path("c.toml").write_text(CONFIG)
+    args = ("--history", "north=anl-theta-2021.csv.gz", "--history", "south=kth-sp2-1996.csv.gz", "--keep-nodes")
+    found = planned(capsys, *args, "--out", "plan.toml")
+    assert found["recommendation"]["strategy"] == "jit"
+    assert found["recommendation"]["facilities"]["south"]["history"]["jobs"] > 1000
+    assert 0 < found["price"]["fedavg_cost"] < 1
+    assert load(Path("plan.toml")).run.strategy == "jit"
