@@ -225,19 +225,3 @@ def test_late_probability_agrees_with_an_independent_check(
     # Two samples of 40 seeds each differ by sqrt(2) standard errors; three of those is beyond chance.
     error = 3 * 2**0.5 * pstdev(seen) / len(seen) ** 0.5
     assert fmean(seen) == pytest.approx(expected, abs=error)
-
-
-def test_with_training_jit_reaches_the_target_before_the_others() -> None:
-    """MNIST, Dirichlet 0.5, rho 0.9, two seeds; experiments/results/mnist.json has more seeds and strategies."""
-    if not any(p.exists() for p in data.candidates("mnist/train-images-idx3-ubyte.gz")):
-        pytest.skip(f"MNIST is not under {data.root()}: set FEDQUEUE_DATA to the folder that has it")
-    reached: dict[str, float] = {}
-    for strategy in ("jit", "fedavg", "fedqueue"):
-        for seed in (1, 2):
-            chosen = (f"run.strategy={strategy}", f"run.seed={seed}")
-            changes = (*chosen, "run.stop_at_score=0.95", "task.test_samples=4000")
-            seconds = simulate(load(EXPERIMENTS / "mnist.toml", changes))["time_to"]["0.95"]
-            reached[strategy] = reached.get(strategy, 0.0) + seconds / 2
-    assert reached["fedavg"] <= 45
-    assert reached["fedqueue"] <= 60
-    assert reached["jit"] < min(reached["fedavg"], reached["fedqueue"])
