@@ -254,3 +254,24 @@ def test_tables_of_the_page_have_the_committed_figures() -> None:
         shown = [number(cell) for cell in (*said[:2], *said[3:6])]
         assert shown == pytest.approx([row[key] for key in keys], abs=0.0051), name
         assert number(said[6]) == pytest.approx(100 * row["worst_on_time"], abs=0.051), name
+
+
+def test_table_of_shapes_that_were_held_out_has_the_committed_figures() -> None:
+    means = json.loads(RESULTS.with_name("forecasts-held-out.json").read_text())["means"]
+    lines = [
+        cells(line) for line in re.findall(r"^\| `[\w-]+` \| [\d.]+\u2013.*\|$", PAGE.read_text(encoding="utf-8"), re.M)
+    ]
+    assert [name.strip("`") for name, *_ in lines] == list(means)
+    for name, late, *said in lines:
+        row = means[name.strip("`")]
+        real = [
+            row["least_late"],
+            row["most_late"],
+            row["budget"],
+            row["equal_budget"],
+            row["on_time"],
+            row["worst_on_time"],
+        ]
+        shares = [number(cell) for cell in late.removesuffix(" %").split("\u2013")]
+        shown = [*(share / 100 for share in shares), *map(number, said[:3]), number(said[3]) / 100]
+        assert shown == pytest.approx(real, abs=0.00051), name
