@@ -62,6 +62,17 @@ def find(name: str) -> Path:
     raise DataError(_missing(name, places, failures))
 
 
+def find_log(file: str, folder: Path) -> Path:
+    """A queue log as named, beside `folder`, or else in the data folder."""
+    beside = folder / file
+    if beside.exists():
+        return beside
+    name = file if "/" in file else f"traces/{file}"
+    if not any(path.is_file() for path in candidates(name)):
+        raise DataError(f"{file}: there is no such file, here or under {root()} (FEDQUEUE_DATA)")
+    return find(name)
+
+
 def candidates(name: str) -> tuple[Path, ...]:
     """Where a data file may lie. The further places let FEDQUEUE_DATA name a folder that holds data/, or a data/
     beside the file's."""

@@ -23,9 +23,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from fedqueue import data
 from fedqueue.bound import ENOUGH, Assessment, Setting, assess, least_shift
 from fedqueue.cli import common
-from fedqueue.cli.traces import CASE_COLUMNS, locate, procs_range, read_cases, rounded
+from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
 from fedqueue.config import TraceQueue
 from fedqueue.errors import ConfigError
 from fedqueue.forecast_errors import Measured, of_file, of_run, of_trace
@@ -140,7 +141,7 @@ def _measure(args: argparse.Namespace) -> Measured:
     if source.is_dir():
         kind, measured = "a run folder", of_run(source)
     else:
-        source = locate(str(source), Path())
+        source = data.find_log(str(source), Path())
         if is_log(source):
             return _replay(source, args, procs=args.procs, requested=args.requested, round_length=args.round_length)
         kind, measured = "no trace", of_file(source)
@@ -233,7 +234,7 @@ def _measure_cases(args: argparse.Namespace) -> list[tuple[dict[str, Any], Measu
     found = []
     for case in read_cases(args.cases):
         shape = {name: case[name] for name in ("procs", "requested", "round_length")}
-        found.append((case, _replay(locate(case["file"], args.cases.parent), args, **shape)))
+        found.append((case, _replay(data.find_log(case["file"], args.cases.parent), args, **shape)))
     return found
 
 

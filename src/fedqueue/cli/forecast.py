@@ -15,7 +15,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.cli.traces import CASE_COLUMNS, locate, procs_range, read_cases, rounded
+from fedqueue import data
+from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
 from fedqueue.errors import ConfigError, StorageError
 
 HELP = "how good forecasts of queue waits would have been, on logs of real queues"
@@ -119,11 +120,14 @@ def _cases(args: argparse.Namespace) -> list[tuple[Path, dict[str, Any]]]:
         for name, option in (("procs", "--procs"), ("requested", "--requested"), ("rounds", "--round")):
             if getattr(args, name) is not None:
                 raise ConfigError(f"{option} does not go with --cases")
-        cases = [(locate(case["file"], args.cases.parent), case) for case in read_cases(args.cases)]
+        cases = [(data.find_log(case["file"], args.cases.parent), case) for case in read_cases(args.cases)]
     else:
         shape = {"procs": args.procs, "requested": args.requested}
         cases = [
-            (locate(str(path), Path()), {"case": _stem(path), "file": path.name, **shape, "round_length": length})
+            (
+                data.find_log(str(path), Path()),
+                {"case": _stem(path), "file": path.name, **shape, "round_length": length},
+            )
             for path in args.traces
             for length in args.rounds or [ROUND]
         ]

@@ -21,7 +21,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from fedqueue.cli.traces import locate, procs_range
+from fedqueue import data
+from fedqueue.cli.traces import procs_range
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.history.lines import Job, Options, Tally
 from fedqueue.history.live import SOURCES, live_jobs
@@ -130,7 +131,7 @@ def _read(
     if args.live is not None:
         source, found = args.live, live_jobs(args.live, 30 if args.days is None else args.days, options, tally)
     else:
-        paths = [locate(str(path), Path()) for path in args.files]
+        paths = [data.find_log(str(path), Path()) for path in args.files]
         source = paths[0].name if len(paths) == 1 else f"{paths[0].name} and {len(paths) - 1} more"
         found = _all(paths, options, tally)
     made: Summariser | None = None

@@ -6,16 +6,9 @@ import csv
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue import data
 from fedqueue.errors import DataError
 
 CASE_COLUMNS: Final = ("case", "file", "procs", "requested", "round_length")
-
-
-def locate(file: str, folder: Path) -> Path:
-    """A file as named, or else in the data folder."""
-    path = folder / file
-    return path if path.exists() else data.find(file if "/" in file else f"traces/{file}")
 
 
 def procs_range(text: str | None) -> tuple[int, int] | None:

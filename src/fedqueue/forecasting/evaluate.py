@@ -116,9 +116,7 @@ def evaluate(log: JobLog, shape: Shape, round_length: float, names: Sequence[str
     """Every forecaster over the same probes; the published one is always among them."""
     places = np.flatnonzero(log.which(shape.procs, shape.requested)).tolist()
     if not places:
-        raise DataError(
-            f"{log.name}: no job has this shape (procs {shape.procs}, at most {shape.requested} s requested)"
-        )
+        raise DataError(f"{log.name}: {log.none_like(shape.procs, shape.requested)}")
     submits, waited = log.submit[places].tolist(), log.wait[places].tolist()
     found = [(at, places[i]) for at, i in probe_jobs(submits, waited, round_length)]
     count = len(found) - 1  # the first wait is the forecasters' first guess

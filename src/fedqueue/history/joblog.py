@@ -43,3 +43,10 @@ class JobLog:
         if max_requested is not None:
             found &= self.requested <= max_requested  # one that is not known is not at most anything
         return found
+
+    def none_like(self, procs: tuple[int, int] | None, max_requested: float | None) -> str:
+        """What to say when no job has this shape."""
+        asked = [] if procs is None else [f"{procs[0]} to {procs[1]} processors"]
+        asked += [] if max_requested is None else [f"at most {max_requested:g} s requested"]
+        there = f"; its jobs have {self.procs.min()} to {self.procs.max()} processors" if len(self) else ""
+        return f"no job has this shape ({', '.join(asked) or 'any'}){there}"

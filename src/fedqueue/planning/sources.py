@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from fedqueue import data
 from fedqueue.config import Config, FacilitySettings, TraceQueue
 from fedqueue.errors import ConfigError
 from fedqueue.history.joblog import JobLog
@@ -13,7 +14,6 @@ from fedqueue.history.lines import Options
 from fedqueue.history.live import SOURCES, read_live
 from fedqueue.history.read import read_log
 from fedqueue.planning.places import Place, alike, check_shape
-from fedqueue.sim.queues import trace_path
 
 LIVE_DAYS: Final = 90  # of a live scheduler's past
 
@@ -80,11 +80,10 @@ def _history(
             raise ConfigError(f"--live {name}={kind}: must be one of {', '.join(SOURCES)}")
         return read_live(kind, LIVE_DAYS), None
     if name in histories:
-        path = Path(histories[name])
-        path = path if path.exists() else trace_path(histories[name], Path())
+        path = data.find_log(histories[name], Path())
         return read_log(path, Options(facility=name)), path.absolute()
     queue = facility.queue
     if isinstance(queue, TraceQueue) and queue.speed_up == 1:  # it is a history as good as any
-        path = trace_path(queue.file, Path(config.folder))
+        path = data.find_log(queue.file, Path(config.folder))
         return read_log(path), path.absolute()
     return None, None

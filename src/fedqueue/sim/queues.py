@@ -115,7 +115,7 @@ class Trace:
     """Replays recorded waits: a job that becomes eligible at t waits as long as the next recorded one of its shape."""
 
     def __init__(self, settings: TraceQueue, draws: Draws, folder: Path) -> None:
-        self._submits, self._waits = read_trace(trace_path(settings.file, folder), settings)
+        self._submits, self._waits = read_trace(data.find_log(settings.file, folder), settings)
         self._speed_up = settings.speed_up
         self._length = self._submits[-1] - self._submits[0] + 1.0
         start = settings.start
@@ -130,16 +130,11 @@ class Trace:
         return sum(self._waits) / len(self._waits) / self._speed_up
 
 
-def trace_path(file: str, folder: Path) -> Path:
-    beside = folder / file
-    return beside if beside.exists() else data.find(file if "/" in file else f"traces/{file}")
-
-
 def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]:
     """(submission, wait) in seconds of the jobs of this shape, by submission; from a log of any format we read."""
     jobs = _log_of(path).of_shape(shape.procs, shape.max_requested)
     if not len(jobs):
-        raise DataError(f"{path}: no job has this shape (procs {shape.procs}, max_requested {shape.max_requested})")
+        raise DataError(f"{path}: {_log_of(path).none_like(shape.procs, shape.max_requested)}")
     return jobs.submit.tolist(), jobs.wait.tolist()
 
 
