@@ -103,7 +103,7 @@ def curve_figure(
         for one in lines:
             if one.curves:
                 _curve(axes, one, end)
-        axes.set_xlim(0, end)
+        axes.set_xlim(0, 1.02 * end)
         axes.locator_params(axis="x", nbins=5)
         axes.set_title(title, fontsize=10, pad=6)
     figure.supxlabel("virtual time (s)", fontsize=10)
@@ -114,7 +114,7 @@ def curve_figure(
 
 def _curve(axes: Axes, line: Line, end: float) -> None:
     times, (low, middle, high) = quartiles(line.curves)
-    x = np.append(times, min(max(end, times[-1]), times[-1] + 0.02 * end))  # so that the last score can be seen
+    x = np.append(times, times[-1] + 0.02 * end)  # so that the last score can be seen
     low, middle, high = (np.append(values, values[-1]) for values in (low, middle, high))
     axes.fill_between(x, low, high, step="post", color=line.colour, alpha=0.18, linewidth=0)
     axes.step(x, middle, where="post", color=line.colour, linewidth=1.5)
