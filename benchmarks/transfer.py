@@ -45,6 +45,7 @@ def serve(folder: Path, port: str) -> None:
     from starlette.routing import Route
 
     from fedqueue.runtime import blobs
+    from fedqueue.runtime.connection import Connection
 
     model = folder / "model"
     etag = (folder / "sha256").read_text()
@@ -85,7 +86,12 @@ def serve(folder: Path, port: str) -> None:
     ]
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     uvicorn.run(
-        Starlette(routes=routes), port=int(port), ssl_certfile=certificate, ssl_keyfile=key, log_level="warning"
+        Starlette(routes=routes),
+        port=int(port),
+        http=Connection,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        log_level="warning",
     )
 
 
