@@ -210,8 +210,8 @@ class Agent:
         failpoint("agent.ordered")
 
     def _cancel(self, work: Work) -> None:
-        if self._delivery.on_its_way(work):
-            return  # its update is on the way: the coordinator will say what it thinks of it
+        if self._delivery.unanswered(work):
+            return  # the coordinator will say what it thinks of its update
         if work.scheduler_id is None and not work.intended:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
