@@ -101,6 +101,8 @@ class Agent:
 
     def close(self) -> None:
         """End in peace: the coordinator may take another agent at once."""
+        if self._delivery.moving or self._shelf.busy:
+            self._station.say("waiting for a transfer; Ctrl-C or `kill` once more ends at once, and nothing is lost")
         self._delivery.close()
         self._shelf.close()
         try:
