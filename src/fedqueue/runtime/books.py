@@ -130,6 +130,11 @@ class Books:
         needed.update(command.from_version for command in self.making.values())
         return needed
 
+    def unscored(self) -> list[int]:
+        """Models that were passed over: older than the newest with a score, and without one."""
+        newest = max(self.scored, default=0)
+        return sorted(version for version in self.models if version < newest and version not in self.scored)
+
     def forget_posts(self, facility: str, before: int) -> None:
         """The facility works from post number `before` or a later one."""
         book = self.facilities[facility]
