@@ -111,7 +111,14 @@ def one(case: str, job: str, note: str | None = None) -> dict[str, Any]:
 STATUSES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, object]]] = {
     "queued": (
         lambda: one("10", "36"),
-        {"phase": "waiting", "eligible_at": "05:51:18", "started_at": None, "never_starts": None, "incarnation": 0},
+        {
+            "phase": "waiting",
+            "name": "fq-test",
+            "eligible_at": "05:51:18",
+            "started_at": None,
+            "never_starts": None,
+            "incarnation": 0,
+        },
     ),
     "held": (lambda: one("13", "37"), {"phase": "waiting", "eligible_at": None, "started_at": None}),
     "waits for its hour": (lambda: one("14", "38"), {"phase": "waiting", "eligible_at": None}),
@@ -142,11 +149,24 @@ STATUSES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, object]]] = {
     "first run": (lambda: one("22", "51", "first run"), {"phase": "running", "incarnation": 0}),
     "rerun": (
         lambda: one("22", "51", "second run"),
-        {"phase": "running", "incarnation": 1, "started_at": "05:52:51", "ended_at": None, "outcome": None},
+        {
+            "phase": "running",
+            "incarnation": 1,
+            "eligible_at": "05:52:51",  # when its first run ended; PBS keeps the etime of that
+            "started_at": "05:52:51",
+            "ended_at": None,
+            "outcome": None,
+        },
     ),
     "rerun, ended": (
         lambda: one("22", "51", "finished"),
-        {"incarnation": 1, "started_at": "05:52:51", "ended_at": "05:53:16", "outcome": "completed"},
+        {
+            "incarnation": 1,
+            "eligible_at": None,  # by now it is forgotten when the first run ended
+            "started_at": "05:52:51",
+            "ended_at": "05:53:16",
+            "outcome": "completed",
+        },
     ),
     "after another that runs": (
         lambda: one("24", "39", "while the parent runs"),
@@ -205,9 +225,44 @@ def test_malformed_id_is_absent(pbs: Pbs) -> None:
 
 
 def test_answer_without_jobs_or_that_is_no_json_is_an_unknown_state() -> None:
-    for text in ("", "{", "[]", '{"timestamp": 1}'):
-        assert read_answer(text, "35.pbs-host").phase == "unknown"
+    other = '{"Jobs": {"36.pbs-host": {"job_state": "F", "Exit_status": 0}}}'
+    for text in ("", "{", "[]", '{"timestamp": 1}', '{"Jobs": []}', '{"Jobs": {"35.pbs-host": null}}', other):
+        assert read_answer(text, "35.pbs-host").phase == "unknown", text
     assert read_status({"job_state": "M"}).phase == "unknown", "moved to another server"
+
+
+@pytest.mark.parametrize("case", STATUSES)
+def test_json_that_variables_of_the_job_have_broken_is_understood_all_the_same(case: str, pbs: Pbs) -> None:
+    """OpenPBS wrote digits of a variable as a number, and left quotes and backslashes as they were: its issues 1255,
+    2049 and 2603."""
+    step = STATUSES[case][0]()
+    first = '"PBS_O_HOME":'
+    broken = f"""\"CODE\":\t005,\n\t\t\t\t"SAID":\t"a "b" c\\, \\' d",\n\t\t\t\t{first}"""
+    text = step["stdout"].replace(first, broken)
+    with pytest.raises(ValueError, match="delimiter"):
+        json.loads(text)
+    assert pbs.poll(step["argv"][-1], {**step, "stdout": text}) == pbs.poll(step["argv"][-1], step)
+
+
+NO_HISTORY = {
+    "rc": 36,
+    "stdout": '{"timestamp": 1}',
+    "stderr": "qstat: PBS is not configured to maintain job history\n",
+}
+
+
+def test_server_without_a_history_is_asked_for_what_lives(pbs: Pbs) -> None:
+    """In no recording: the code is that of the error in its source, the words are what users of it report."""
+    pbs.answers("qstat", NO_HISTORY, one("11", "35"), NO_HISTORY, steps("31", *QSTAT)[0])
+    assert {n: s.phase for n, s in pbs.scheduler().poll(["35.pbs-host", "34.pbs-host"]).items()} == {
+        "35.pbs-host": "running"
+    }
+    assert [call["argv"] for call in pbs.calls()][1::2] == [
+        ["qstat", "-f", "-F", "json", job] for job in ("35.pbs-host", "34.pbs-host")
+    ]
+    pbs.answers("qselect", {**NO_HISTORY, "rc": 1}, steps("35", "qselect", "-u", "user", "-N")[0])
+    assert pbs.scheduler().find("fq-test") == "39.pbs-host"
+    assert pbs.calls()[-1]["argv"][:2] == ["qselect", "-u"]
 
 
 def test_submission_asks_for_nodes_wall_time_and_output_and_runs_the_script_without_a_shell_above(pbs: Pbs) -> None:
@@ -263,6 +318,12 @@ def test_cancelling_what_is_gone_is_no_error(pbs: Pbs) -> None:
     pbs.answers("qdel", *steps("21", "qdel"), *steps("20", "qdel", note="second qdel"), steps("34", "qdel")[0])
     for job_id in ("52.pbs-host", "36.pbs-host", "999999"):
         pbs.scheduler().cancel(job_id)
+
+
+def test_cancelling_what_is_about_to_end_is_no_error(pbs: Pbs) -> None:
+    exits = next(step for step in steps("28b", "qsig") if step["rc"] == 168)  # qdel answers so while a job exits
+    pbs.answers("qdel", exits)
+    pbs.scheduler().cancel("52.pbs-host")
 
 
 def test_server_that_is_down_is_unreachable(pbs: Pbs) -> None:

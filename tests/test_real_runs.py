@@ -217,3 +217,32 @@ def test_job_whose_wall_time_holds_no_step_says_so_and_its_agent_asks_for_more(c
     with LedgerReader(folder / FILE) as ledger:
         rows = ledger.rows("SELECT body FROM events WHERE kind = 'JobFailed' AND job = 'north/0'")
     assert [json.loads(row["body"])["reason"] for row in rows] == [WALL_TIME]
+
+
+SLOW = """
+import json, os, sys, time
+from pathlib import Path
+from safetensors.numpy import load_file
+
+version = int(os.environ["FEDQUEUE_VERSION"])
+with open("asked", "a") as file:
+    file.write(f"{version}\\n")
+while version == 0 and not Path(sys.argv[1]).exists():  # until the run has stopped making models
+    time.sleep(0.02)
+print(json.dumps({"score": float(load_file(os.environ["FEDQUEUE_MODEL"])["adapter.a"].mean())}))
+"""
+
+
+def test_scorer_that_is_behind_goes_on_with_the_newest_model_and_says_so(config: Path) -> None:
+    (config.parent / "score.py").write_text(SLOW)
+    folder, over = config.parent / "run", config.parent / "over"
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
+    argv += ["--set", f"evaluation.command='{sys.executable} score.py {over}'", "run.rounds=4"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: models(folder) >= 4, 60.0, "all models", every=0.1)
+    over.touch()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert (config.parent / "asked").read_text().split() == ["0", "4"], "the last one is always scored"
+    assert "3 models, 1 to 3, passed over without a score" in out
+    replay(folder)

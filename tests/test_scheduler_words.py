@@ -19,6 +19,8 @@ from fedqueue.runtime.schedulers import (
     make_scheduler,
 )
 from fedqueue.runtime.schedulers.command import Answer, run
+from fedqueue.runtime.schedulers.pbs import read_status as read_pbs
+from fedqueue.runtime.schedulers.pbs import refusal as pbs_refusal
 from fedqueue.runtime.schedulers.sge import refusal as sge_refusal
 from fedqueue.runtime.schedulers.slurm import read_status as read_slurm
 from fedqueue.runtime.schedulers.slurm import refusal as slurm_refusal
@@ -136,6 +138,56 @@ def test_call_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Pa
     with pytest.raises(SchedulerUnreachableError, match="no answer in"):
         run(["bash", "-c", f"sleep 600 & echo $! > {note}; wait"], dict(os.environ), 0.5)
     wait_for(lambda: not is_alive(int(note.read_text())), 20.0, "the end of what it started")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (173, "Queue is not enabled"),
+        (196, "Resource temporarily unavailable"),
+        (198, "Maximum number of jobs already in queue"),
+        (38, "would exceed queue workq's per-user limit"),
+        (104, "Try again"),
+    ],
+)
+def test_pbs_that_takes_no_job_for_now_is_transient(code: int, words: str) -> None:
+    """The codes are those of the errors in its source."""
+    error = pbs_refusal(answer(f"qsub: {words}", code))
+    assert isinstance(error, SubmitRefusedError)
+    assert (error.reason, error.transient) == (words, True)
+
+
+@pytest.mark.parametrize("code", [163, 183, 185, 186, 208, 212])
+def test_submission_to_pbs_that_broke_off_may_have_left_a_job(code: int) -> None:
+    assert isinstance(pbs_refusal(answer("qsub: Batch protocol error", code)), SchedulerUnreachableError)
+
+
+def test_values_of_pbs_of_other_types_than_recorded_are_no_crash() -> None:
+    """Versions differ in what they put into quotes."""
+    quoted = {"job_state": "F", "substate": "93", "Exit_status": "271", "run_count": "2", "stime": 1794808371}
+    status = read_pbs(quoted)
+    assert (status.outcome, status.exit_code, status.incarnation) == ("failed", 143, 1)
+    assert status.started_at == 1794808371.0
+    values: tuple[object, ...] = (None, True, "", "many", [], {}, 1.5)
+    for value in values:
+        odd = dict.fromkeys(("substate", "Exit_status", "run_count", "etime", "stime", "obittime", "comment"), value)
+        status = read_pbs({"job_state": "F", "history_timestamp": value, **odd})
+        assert (status.outcome, status.exit_code) == ("cancelled", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(-1, "node_fail"), (-3, "node_fail"), (-14, "node_fail"), (-20, "node_fail"), (-27, "failed")]
+)
+def test_pbs_what_the_node_did_is_not_the_fault_of_the_job(code: int, outcome: str) -> None:
+    assert read_pbs({"job_state": "F", "substate": 93, "Exit_status": code}).outcome == outcome
+
+
+def test_pbs_job_that_its_nodes_could_not_launch_waits_in_vain_and_another_need_not() -> None:
+    """After twenty tries PBS holds it, and only an operator could release it."""
+    held = {"job_state": "H", "run_count": 21, "comment": "job held, too many failed attempts to run"}
+    status = read_pbs(held)
+    assert (status.phase, status.never_starts, status.bad_luck) == ("waiting", held["comment"], True)
+    assert read_pbs({"job_state": "H", "comment": "Job held by user on Mon Nov 16 05:51:24 2026"}).never_starts is None
 
 
 @pytest.mark.parametrize("kind", ["slurm", "pbs", "sge", "local"])

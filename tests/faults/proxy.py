@@ -25,6 +25,8 @@ class Proxy:
         self.mode: Mode = "open"
         self.cut_after = 0  # bytes of a connection, either way, with mode "cut"
         self.twice: Callable[[bytes], bool] = lambda request: False  # which requests to deliver once more
+        self.hold: Callable[[bytes], bool] = lambda request: False  # which requests never arrive
+        self.held = 0  # of those
         self.repeated: list[tuple[bytes, bytes]] = []  # what was delivered once more, and the answer
         self.broken = 0  # connections that we cut or refused
         self._closed = False
@@ -73,6 +75,9 @@ class Proxy:
                         sink.sendall(data[:room])
                         self.broken += 1
                         break
+                if requests and self.hold(data):
+                    self.held += 1
+                    continue
                 sink.sendall(data)
                 passed += len(data)
                 if requests:

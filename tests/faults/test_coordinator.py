@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from fedqueue.errors import RunFolderError
+from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.messages import (
     CoordinatorResumed,
     JobStarted,
     ModelScored,
     UpdateArrived,
 )
+from tests.coordinators import refusal, serving, update
 from tests.faults.facts import check, ended_with, fill, small_disk, updates
 from tests.faults.harness import (
     COORDINATOR,
@@ -52,6 +54,30 @@ def test_the_run_clock_stands_still_while_the_coordinator_is_down(tmp_path: Path
         assert resumed.down_seconds >= 4.0
         assert stood_at <= resumed.at <= stood_at + 2.0  # the newest heartbeat may be a moment after the newest event
         ended_with(run, -signal.SIGKILL)
+
+
+def test_a_verdict_outlives_the_coordinator_and_its_update_counts_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        north = served.facility("north")
+        north.poll()
+        given = []
+        for content in (update(tmp_path), update(tmp_path, value=float("nan"))):
+            path = north.put(north.running(), content)
+            given.append((path, north.commit(path, 0)))
+            north.taken = None
+        assert [verdict["status"] for _, verdict in given] == ["accepted", "rejected"]
+        served.stop(signal.SIGKILL)
+        served.start()
+        north.client = client = served.client(served.credentials["north"])  # at another port
+        for path, verdict in given:
+            again = {"base_version": 0, "steps_done": 99, "train_seconds": 1.0, "admission_delay": 0.5}
+            assert [client.call("POST", path, again) for _ in range(2)] == [verdict, verdict]
+        other = f"/v1/updates/{north.running()['sequence'] + 1}/0/{'a' * 64}"
+        assert refusal(client.call, "POST", other, again).status == 410
+        served.replays()
+        with LedgerReader(served.folder / FILE) as ledger:
+            kinds = [row["kind"] for row in ledger.rows("SELECT kind FROM events WHERE origin LIKE 'update/%'")]
+    assert kinds == ["UpdateArrived", "UpdateRejected"]
 
 
 def test_a_run_on_one_machine_that_is_killed_goes_on_from_its_folder(tmp_path: Path) -> None:

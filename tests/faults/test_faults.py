@@ -230,6 +230,29 @@ def agent_line(config: Path, **environment: str) -> tuple[int, list[str]]:
     return done.returncode, done.stderr.splitlines()
 
 
+def test_the_same_signal_twice_ends_an_agent_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
+    tree = tree_of("fedbuff", port=free_port(), options=BUFF)
+    with ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(tree["server"]["port"]))
+        proxy.hold = lambda request: request.startswith(b"PUT /v1/updates/")
+        run = stack.enter_context(Run(tmp_path, tree, url=lambda name: f"http://127.0.0.1:{proxy.port}"))
+        run.start()
+        run.run_until(lambda: proxy.held > 1, "both agents hand in, which takes for ever")
+        north = run.actors["north"]
+        assert north.process is not None
+        os.kill(north.process.pid, signal.SIGTERM)
+        until(lambda: "waiting for a transfer" in north.log.read_text(), "it waits for its transfer")
+        assert north.process.poll() is None
+        os.kill(north.process.pid, signal.SIGTERM)
+        until(lambda: north.process is not None and north.process.poll() is not None, "it ends at once")
+        assert north.process.poll() == 130
+        assert "stopped at once" in north.log.read_text()
+        proxy.hold = lambda request: False
+        run.kill("south")
+        run.run_to_end()
+        check(run)
+
+
 def test_a_second_agent_is_refused_in_one_line(tmp_path: Path) -> None:
     tree = tree_of("fedasync", rounds=3, port=free_port(), options={"steps": 5})
     with Run(tmp_path, tree) as run:

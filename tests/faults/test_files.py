@@ -63,6 +63,18 @@ def test_the_uploads_of_a_facility_are_not_taken_for_those_of_another(tmp_path: 
     assert (mine.exists(), other.exists()) == (False, True)
 
 
+def test_the_newest_refused_updates_of_each_facility_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for facility, count in (("south-1", 2), ("south", 14)):
+        for sequence in range(count):
+            upload = store.upload(facility, sequence, 0, "a" * 64)
+            upload.write_bytes(b"bytes")
+            os.utime(upload, (sequence, sequence))
+            store.refuse(upload)
+    kept = {path.name.rpartition("-")[0] for path in (tmp_path / "refused").iterdir()}
+    assert kept == {"south-1@0-0", "south-1@1-0", *(f"south@{sequence}-0" for sequence in range(4, 14))}
+
+
 def test_no_failpoint_is_listed_twice_or_dead() -> None:
     from fedqueue.runtime.failpoints import POINTS
 

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     home = home_of(config, args.config)
     enrolment = Enrolment.load(home)
     client = enrolment.client(home, config.agent.proxy)
-    agent = Agent(config, home, enrolment.facility, client, say=_say)
-    try:
-        with common.until_interrupted() as interrupted:
+    with common.until_interrupted() as interrupted:
+        agent = Agent(config, home, enrolment.facility, client, say=_say)
+        try:
             if not args.once:
                 every = f"{config.agent.poll_seconds:g} s"
                 _say(f"agent of {enrolment.facility} on {config.scheduler.kind}; looks every {every}")
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
             if agent.over is not None:
                 _say(f"the run is over: {agent.over}")
             return 130 if interrupted() and agent.over is None else 0
-    finally:
-        agent.close()
+        finally:
+            agent.close()
 
 
 def _say(line: str) -> None:

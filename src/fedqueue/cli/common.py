@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedqueue.config import Config, load
+
+SHOW_CURSOR = b"\x1b[?25h"  # a live table hides it
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -55,21 +58,27 @@ def chosen(changes: Sequence[str], *, strategy: str | None = None, seed: int | N
 
 
 @contextmanager
-def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C and SIGTERM are a wish that `interrupted()` tells of; a second one ends us at once."""
-    asked = threading.Event()
+def until_interrupted(at_once: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C and SIGTERM are a wish that `interrupted()` tells of. The same once more ends us at once, whatever
+    our threads are about: what must survive is on the disk. `at_once` is called then."""
+    asked: set[int] = set()
 
-    def wish(*_: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
+    def wish(number: int, _: object) -> None:
+        if number in asked:
+            at_once()
+            os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"fedqueue: stopped at once\n")
+            os._exit(130)
+        asked.add(number)
+
+    def interrupted() -> bool:
+        return bool(asked)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield interrupted
         return
     before = {number: signal.signal(number, wish) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield interrupted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -77,12 +77,13 @@ def here(config: Config, folder: Path, *, quiet: bool) -> dict[str, Any] | None:
     # Any port: only this run's own agents call it.
     server = dataclasses.replace(config.server, host="127.0.0.1", port=0, wait_for=None)
     config = dataclasses.replace(config, server=server)
-    with live.following(config, quiet=quiet) as screen, common.until_interrupted() as interrupted:
+    agents = Agents(config, folder.absolute())
+    with live.following(config, quiet=quiet) as screen, common.until_interrupted(agents.kill) as interrupted:
         return coordinate(
             config,
             folder.absolute(),
             plain=True,
-            beside=Agents(config, folder.absolute()).beside,
+            beside=agents.beside,
             listeners=[screen.listen],
             say=screen.say,
             until=interrupted,

@@ -28,7 +28,6 @@ from fedqueue.runtime.schedulers import (
     JobRequest,
     SchedulerUnreachableError,
     SubmitRefusedError,
-    clamp_wall,
     make_scheduler,
 )
 from fedqueue.runtime.shelf import Shelf
@@ -101,6 +100,8 @@ class Agent:
 
     def close(self) -> None:
         """End in peace: the coordinator may take another agent at once."""
+        if self._delivery.moving or self._shelf.busy:
+            self._station.say("waiting for a transfer; Ctrl-C or `kill` once more ends at once, and nothing is lost")
         self._delivery.close()
         self._shelf.close()
         try:
@@ -210,8 +211,8 @@ class Agent:
         failpoint("agent.ordered")
 
     def _cancel(self, work: Work) -> None:
-        if self._delivery.on_its_way(work):
-            return  # its update is on the way: the coordinator will say what it thinks of it
+        if self._delivery.unanswered(work):
+            return  # the coordinator will say what it thinks of its update
         if work.scheduler_id is None and not work.intended:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
@@ -241,11 +242,9 @@ class Agent:
             if work.cancelled:
                 self._station.notes.note(self._station.closing(work, 0.0))
                 return
-        over_cap = self._over_cap(work)
-        if over_cap is not None:
-            raise SubmitRefusedError(*over_cap)
         folder = self._station.folder(work)
-        wall = self._wall(work)
+        wall = self._station.wall(work)
+        self._station.check_cap(wall)
         folder.prepare(self._order_file(work, wall), self._script(folder, work))
         before = self._memory.works.get(work.order["after"]) if work.order["after"] is not None else None
         request = JobRequest(
@@ -278,29 +277,6 @@ class Agent:
             ),
             self._station.closing(work, 0.0),
         )
-
-    def _over_cap(self, work: Work) -> tuple[str, bool] | None:
-        """Why the node-hour cap forbids this job, and whether it may be tried again."""
-        cap = self._station.settings.node_hours
-        if cap is None:
-            return None
-        asks = self._wall(work) * self._station.nodes
-        used = self._memory.node_seconds
-        held = sum(
-            self._wall(other) * self._station.nodes
-            for other in self._memory.works.values()
-            if other.scheduler_id is not None
-        )
-        if used + held + asks <= 3600 * cap:
-            return None
-        spent = f"{used / 3600:.2f} of {cap:g} node-hours are used"
-        if held and used + asks <= 3600 * cap:
-            return f"{spent}, and jobs under way may use the rest", True
-        return f"{spent}: the facility's cap; raise agent.node_hours there to go on", False
-
-    def _wall(self, work: Work) -> float:
-        """Seconds to ask the scheduler for."""
-        return clamp_wall(float(work.order["wall_seconds"]), self._station.scheduling)
 
     def _order_file(self, work: Work, wall: float) -> dict[str, Any]:
         order = work.order

@@ -99,6 +99,7 @@ class Books:
         self.making: dict[int, Aggregate] = {}  # asked for and not made, by version
         self.failed: set[int] = set()  # of these, asked for in vain until the strategy asks again
         self.updates: dict[UpdateKey, Receipt] = {}  # arrived, and not yet part of a model or settled otherwise
+        self.verdicts: dict[UpdateKey, str | None] = {}  # of all handed in: why it was rejected; None: it was taken
         self.scored: set[int] = set()
         self._timers: list[tuple[float, int, str]] = []
         self._ticket = 0
@@ -128,6 +129,11 @@ class Books:
         needed.update(receipt.base_version for receipt in self.updates.values())
         needed.update(command.from_version for command in self.making.values())
         return needed
+
+    def unscored(self) -> list[int]:
+        """Models that were passed over: older than the newest with a score, and without one."""
+        newest = max(self.scored, default=0)
+        return sorted(version for version in self.models if version < newest and version not in self.scored)
 
     def forget_posts(self, facility: str, before: int) -> None:
         """The facility works from post number `before` or a later one."""
@@ -169,11 +175,15 @@ class Books:
                     job.attempt = max(job.attempt, attempt)
             case SubmitRefused(job_id=job_id):
                 self._close(job_id, None)
-            case JobFailed(job_id=job_id, attempt=attempt) | UpdateRejected(job_id=job_id, attempt=attempt):
+            case JobFailed(job_id=job_id, attempt=attempt):
                 self._close(job_id, attempt)
+            case UpdateRejected(job_id=job_id, attempt=attempt, reason=reason):
+                if self._close(job_id, attempt):
+                    self.verdicts[job_id, attempt] = reason
             case UpdateArrived(receipt=receipt):
                 if self._close(receipt.job_id, receipt.attempt):
                     self.updates[receipt.job_id, receipt.attempt] = receipt
+                    self.verdicts[receipt.job_id, receipt.attempt] = None
             case ModelReady(version=version, digest=digest):
                 self._model_ready(version, digest)
             case AggregateFailed(version=version):

@@ -293,6 +293,8 @@ class Coordinator:
             self._ledger.abandon()
             self._open(told=True)
             raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
+        if isinstance(event, ModelScored):
+            self._say_passed_over(event.version)
         self._pump()
 
     @property
@@ -498,6 +500,14 @@ class Coordinator:
         if metrics is not None and version not in self.books.scored:
             self.tell(ModelScored(at=self.now, version=version, metrics=metrics), origin=f"score/{version}")
         self._pump()
+
+    def _say_passed_over(self, version: int) -> None:
+        """Models older than this one that will get no score any more, each time as many as are new."""
+        before = max((other for other in self.books.scored if other < version), default=-1)
+        passed = [other for other in self.books.unscored() if before < other < version]
+        if passed:
+            which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
+            self.say(f"{which} passed over without a score: scoring takes longer than a round, or failed")
 
     def waited_for_score(self) -> bool:
         """Whether a facility that scores models has had its time for the last one."""

@@ -16,6 +16,8 @@ from fedqueue.runtime.works import Work
 
 CHECKING_SECONDS: Final = 1.0
 """Between two questions whether an update has been checked."""
+NOT_OPEN: Final = 410
+"""The status for an update of a job that is closed."""
 MOST_UPLOADS: Final = 3
 """Of one update that arrives as something else."""
 
@@ -42,6 +44,10 @@ class Delivery:
     def on_its_way(self, work: Work) -> bool:
         return work.sequence in self._moving
 
+    def unanswered(self, work: Work) -> bool:
+        """Whether a hand-in is under way or broke off: then its verdict says more than that its job is closed."""
+        return self.on_its_way(work) or work.sequence in self._not_before
+
     def close(self) -> None:
         self._mover.shutdown(wait=True, cancel_futures=True)
 
@@ -50,6 +56,7 @@ class Delivery:
         for sequence, future in list(self._moving.items()):
             if future.done():
                 del self._moving[sequence]
+                self._not_before.pop(sequence, None)
                 self._handed_in(self._station.memory.works[sequence], future)
         for work in list(self._station.memory.works.values()):
             ready = work.ended == work.attempt and not work.cancelled and work.sequence not in self._moving
@@ -67,7 +74,12 @@ class Delivery:
             raise UpdateGoneError(
                 f"{folder.update(attempt).relative_to(self._station.home)} is not there, but its result is"
             )
-        self._client.upload(folder.update(attempt), sequence, attempt, result.sha256)
+        try:
+            self._client.upload(folder.update(attempt), sequence, attempt, result.sha256)
+        except CoordinatorRefusedError as error:
+            if error.status != NOT_OPEN:
+                raise
+            # Its job may have been closed by this very update, and the verdict was lost on its way: ask for it.
         failpoint("agent.uploaded")
         handin = {
             "base_version": result.base_version,
@@ -92,7 +104,7 @@ class Delivery:
             answer = future.result()
             if answer["status"] == "rejected":
                 self._station.say(f"the update of job {work.sequence} was rejected: {answer['reason']}")
-        elif isinstance(error, CoordinatorRefusedError) and error.status == 410:
+        elif isinstance(error, CoordinatorRefusedError) and error.status == NOT_OPEN:
             self._station.say(f"the update of job {work.sequence} is not wanted any more: {error.reason}")
         elif isinstance(error, CoordinatorRefusedError) and error.status not in (401, 403, 409):
             self._station.fail(work, f"its update was refused: {error.reason}", transient=True)

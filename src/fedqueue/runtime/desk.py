@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue import tensorfile
-from fedqueue.messages import Receipt, Standing, UpdateArrived, UpdateRejected, job_id
+from fedqueue.messages import JobId, Receipt, Standing, UpdateArrived, UpdateRejected, job_id
 from fedqueue.runtime.books import OpenJob
 from fedqueue.runtime.coordinator import Coordinator, Presence, Refused
 from fedqueue.runtime.failpoints import failpoint
@@ -24,8 +24,6 @@ from fedqueue.wire import body
 
 CHECK_SECONDS: Final = 5.0
 """How long a facility is kept waiting for the check of its update; after that it asks again."""
-
-KEPT_VERDICTS: Final = 1000
 
 LARGER: Final = 2.0
 """An update may be so many times as large as the model: single precision may come back as double."""
@@ -200,15 +198,17 @@ class Desk:
             return {"status": "checking"}
 
     def _checked(self, key: tuple[str, int], task: asyncio.Task[dict[str, Any]]) -> None:
-        """A verdict is kept for a while, for who asks again; what could not be checked is checked anew."""
-        if task.cancelled() or task.exception() is not None:
-            del self._checks[key]
-        done = [other for other, check in self._checks.items() if check.done()]
-        for other in done[:-KEPT_VERDICTS]:
-            del self._checks[other]
+        """Who asks again is answered from the books; what could not be checked is checked anew."""
+        del self._checks[key]
+        if not task.cancelled():
+            task.exception()  # who asked has heard of it, or has gone
 
     async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
         coordinator = self._coordinator
+        key = job_id(facility, sequence), attempt
+        verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(*key)))
+        if verdict is not None:
+            return verdict
         upload, like = await asyncio.wrap_future(
             coordinator.ask(lambda: self._to_check(facility, sequence, attempt, digest, handin))
         )
@@ -217,6 +217,14 @@ class Desk:
         return await asyncio.wrap_future(
             coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
         )
+
+    def _verdict(self, key: JobId, attempt: int) -> dict[str, Any] | None:
+        """What became of an update, as the ledger has it; None: it has not been handed in."""
+        verdicts = self._coordinator.books.verdicts
+        if (key, attempt) not in verdicts:
+            return None
+        reason = verdicts[key, attempt]
+        return {"status": "accepted" if reason is None else "rejected", "reason": reason}
 
     def _to_check(
         self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin

@@ -68,8 +68,12 @@ class Evaluation:
             if isinstance(error, StorageError):
                 raise
         except SubmitRefusedError as refused:
-            self._station.say(f"model {self._version} cannot be scored: {refused.reason}")
-            self._end()
+            if refused.transient:
+                self._station.trouble("scoring", f"models cannot be scored now: {refused.reason}")
+                self._version = self._model = None  # the next turn asks again, for the newest then
+            else:
+                self._station.say(f"model {self._version} cannot be scored: {refused.reason}")
+                self._end()
 
     def stop(self) -> None:
         """The run is over: nobody waits for a score any more."""
@@ -85,8 +89,9 @@ class Evaluation:
         name = f"fq-{self._station.notes.memory.journal_id[:8]}-eval-{version}"
         self._version, self._job, self._missing_since = version, "", None
         found = self._station.scheduler.find(name)
+        wall = clamp_wall(WALL_SECONDS, self._station.scheduling)
         if found is None:
-            wall = clamp_wall(WALL_SECONDS, self._station.scheduling)
+            self._station.check_cap(wall)
             text = script(
                 folder,
                 command=self._station.settings.evaluate_command or "",
@@ -99,7 +104,8 @@ class Evaluation:
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
             found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
-        self._job = found
+        self._job, self._station.scoring_wall = found, wall
+        self._station.fine("scoring")
 
     def _order(self, version: int, model: str, wall: float) -> dict[str, Any]:
         return {
@@ -142,6 +148,7 @@ class Evaluation:
             self._done.add(self._version)
             self._count(self._folder(self._version))
         self._version = self._model = None
+        self._station.scoring_wall = 0.0
 
     def _count(self, folder: JobFolder) -> None:
         """What it held of the facility's node-hours."""

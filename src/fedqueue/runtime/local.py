@@ -61,6 +61,11 @@ class Agents:
             watch.join()
             self._end()
 
+    def kill(self) -> None:
+        """They forget nothing by it."""
+        for process in list(self._processes.values()):
+            process.kill()
+
     def _home(self, name: str) -> Path:
         return self._folder / "facilities" / name
 

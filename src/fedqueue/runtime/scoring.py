@@ -39,7 +39,7 @@ def make_scorer(config: Config, folder: Path) -> Callable[[Coordinator], Scorer]
 
 
 class _Scorer:
-    """One thread that asks for one score at a time."""
+    """One thread that asks for one score at a time, of the newest model: what became older meanwhile is skipped."""
 
     def __init__(self, coordinator: Coordinator, way: _Standing | _OneByOne, timeout_seconds: float) -> None:
         self._coordinator = coordinator
@@ -59,6 +59,11 @@ class _Scorer:
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
+            while not self._asked.empty():
+                self._settle(asked[0], None)
+                asked = self._asked.get()
+                if asked is None:
+                    return
             version, model = asked
             metrics = None
             for _ in range(TRIES):
@@ -67,8 +72,10 @@ class _Scorer:
                     break
                 except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
                     self._coordinator.say(f"model {version} could not be scored: {error}")
-            found = metrics
-            self._coordinator.ask(lambda version=version, found=found: self._coordinator.scored(version, found))  # type: ignore[misc]
+            self._settle(version, metrics)
+
+    def _settle(self, version: int, metrics: dict[str, float] | None) -> None:
+        self._coordinator.ask(lambda: self._coordinator.scored(version, metrics))
 
 
 def _metrics(given: Any) -> dict[str, float]:

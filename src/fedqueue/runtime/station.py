@@ -10,7 +10,7 @@ from typing import Any
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.jobfolder import JobFolder
 from fedqueue.runtime.reports import REASON_LENGTH
-from fedqueue.runtime.schedulers import Scheduler, SchedulerUnreachableError
+from fedqueue.runtime.schedulers import Scheduler, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.runtime.works import Memory, Notes, Work
 
 
@@ -31,6 +31,7 @@ class Station:
         self.scheduler = scheduler
         self.notes = notes
         self.say = say
+        self.scoring_wall = 0.0  # seconds that a job which scores a model asked for; 0: there is none
         self._troubles: dict[str, str] = {}
 
     @property
@@ -44,6 +45,26 @@ class Station:
 
     def folder(self, work: Work) -> JobFolder:
         return JobFolder(self.home, str(work.sequence))
+
+    def wall(self, work: Work) -> float:
+        """Seconds to ask the scheduler for."""
+        return clamp_wall(float(work.order["wall_seconds"]), self.scheduling)
+
+    def check_cap(self, wall: float) -> None:
+        """Raises SubmitRefusedError where the node-hour cap forbids another job; jobs under way count in full."""
+        cap = self.settings.node_hours
+        if cap is None:
+            return
+        asks, used = wall * self.nodes, self.memory.node_seconds
+        walls = [self.wall(work) for work in self.memory.works.values() if work.scheduler_id is not None]
+        held = (sum(walls) + self.scoring_wall) * self.nodes
+        if used + held + asks <= 3600 * cap:
+            return
+        spent = f"{used / 3600:.2f} of {cap:g} node-hours are used"
+        if held and used + asks <= 3600 * cap:
+            raise SubmitRefusedError(f"{spent}, and jobs under way may use the rest", transient=True)
+        reason = f"{spent}: the facility's cap; raise agent.node_hours there to go on"
+        raise SubmitRefusedError(reason, transient=False)
 
     def trouble(self, where: str, what: str) -> None:
         """Say it once, not in every turn."""

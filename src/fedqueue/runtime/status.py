@@ -27,6 +27,7 @@ def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
         "run_seconds": round(coordinator.now, 1),
         "model": books.newest,
         "score": coordinator.tally.score,
+        "unscored": len(books.unscored()),
         "folder": str(coordinator.folder),
         "facilities": [
             {

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 RETRY_SECONDS: Final = 1.0
+KEPT_REFUSED: Final = 10
+"""Updates of one facility that are kept aside; the oldest go first."""
 
 
 class Store:
@@ -50,8 +52,13 @@ class Store:
         return target
 
     def refuse(self, upload: Path) -> None:
-        """Keep an update that cannot be used aside, for whoever wants to know why; one of each name."""
+        """Keep an update that cannot be used aside, for whoever wants to know why; one of each name, the newest of each
+        facility."""
         upload.replace(self._refused / upload.name.removesuffix(".part"))
+        facility = upload.name.partition("@")[0]
+        kept = sorted(self._refused.glob(f"{facility}@*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in kept[:-KEPT_REFUSED]:
+            path.unlink(missing_ok=True)
         failpoint("update.refused")
 
     def drop_uploads(self, facility: str, sequence: int, *, keep: Path | None = None) -> None:

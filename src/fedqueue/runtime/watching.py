@@ -128,10 +128,9 @@ class Watching:
 
     def _admission_delay(self, work: Work, attempt: int, stamp: float, status: JobStatus | None) -> float:
         """Start minus eligible, both by the scheduler's clock; checked against the job's own stamp."""
-        known = status is not None and status.started_at is not None and status.eligible_at is not None
-        if known and status is not None and abs((status.started_at or 0.0) - stamp) <= DISAGREE_SECONDS:
-            return max(0.0, (status.started_at or 0.0) - (status.eligible_at or 0.0))
-        if status is not None and status.started_at is not None:
+        if status is not None and status.started_at is not None and status.eligible_at is not None:
+            if abs(status.started_at - stamp) <= DISAGREE_SECONDS:
+                return max(0.0, status.started_at - status.eligible_at)
             self._station.say(
                 f"job {work.sequence}: the scheduler's start and the job's own stamp differ; the stamp counts"
             )

@@ -1,12 +1,14 @@
 """PBS by its own commands: qsub, qstat -x -f -F json (one id a call), qselect (to find a job by name), qdel.
 
-Tried against recordings of OpenPBS 23.06 only, never against a live server from this code.
+Tried against recordings of OpenPBS 23.06 only, never against a live server from this code. What is in no recording
+(other codes, a server without a history, JSON that is none) is from its source and its issues.
 """
 
 from __future__ import annotations
 
 import calendar
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +24,18 @@ from fedqueue.runtime.schedulers.base import (
 from fedqueue.runtime.schedulers.command import Answer, environment, program, run, user
 from fedqueue.runtime.schedulers.settings import PbsSettings, clamp_wall
 
-# Exit codes of its commands. An unknown id and a dead server both print good JSON without jobs: the code tells.
+# Exit codes of its commands: the last byte of the error's number, 15001 and up, or 255. An unknown id and a dead server
+# both print good JSON without jobs: the code tells.
 FINISHED = 35
+NO_HISTORY = 36
 UNKNOWN_ID = 153
 NO_QUEUE = 170  # also for an id that is none
-NO_CONNECTION = (162, 255)
+EXITING = (168, 202, 237)  # not in this state, exits already, is being deleted
+# No connection (162, 186, 255), an error inside the server (163), a broken exchange (183, 208), no connection to spare
+# (185), going down (212): the job may or may not be there.
+UNREACHABLE = (162, 163, 183, 185, 186, 208, 212, 255)
+# Too many jobs of ours (38, 39, 198), try again (104), the queue is closed (173), resources unavailable (196).
+FOR_NOW = (38, 39, 104, 173, 196, 198)
 
 PHASES: dict[str, Phase] = {
     "Q": "waiting",
@@ -43,7 +52,11 @@ PHASES: dict[str, Phase] = {
 }
 DELETED = 91  # substate
 OVER_WALL_TIME = -29  # Exit_status
-NODE_FAULTS = range(-12, 0)  # Exit_status when the node could not start the job or lost it; in no recording
+NODE_FAULTS = range(
+    -20, 0
+)  # Exit_status when the node could not start the job or lost it, or a hook of the site said no
+NEVER = "Can Never Run"  # how a comment begins
+NOT_LAUNCHED = "too many failed attempts to run"  # in the comment of a job that PBS holds for it
 TRANSIENT = ("would exceed", "maximum number of jobs", "temporarily", "try again")  # in the words of a refusal
 
 
@@ -66,7 +79,7 @@ class PbsScheduler:
         return job_id
 
     def find(self, name: str) -> str | None:
-        answer = self._call("qselect", "-x", "-u", user(), "-N", name)
+        answer = self._ask("qselect", "-u", user(), "-N", name)
         if answer.code != 0:
             raise SchedulerUnreachableError(f"qselect: {answer.said}")
         ids = answer.out.split()
@@ -76,7 +89,7 @@ class PbsScheduler:
         found = {}
         for job_id in ids:  # two ids in a call would give the first job only, and say nothing
             # Its times are text in the time zone of qstat, and name no zone.
-            answer = self._call("qstat", "-x", "-f", "-F", "json", job_id, TZ="UTC")
+            answer = self._ask("qstat", "-f", "-F", "json", job_id, TZ="UTC")
             if answer.code in (UNKNOWN_ID, NO_QUEUE):
                 continue
             if answer.code != 0:
@@ -86,7 +99,7 @@ class PbsScheduler:
 
     def cancel(self, job_id: str) -> None:
         answer = self._call("qdel", job_id)
-        if answer.code not in (0, FINISHED, UNKNOWN_ID):
+        if answer.code not in (0, FINISHED, UNKNOWN_ID, *EXITING):
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
     def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
@@ -121,6 +134,14 @@ class PbsScheduler:
         # The executable form: a script would get a login shell above it, which dies of the signals meant for the job.
         return [*options, *settings.extra, "--", "/bin/bash", "-l", str(request.script)]
 
+    def _ask(self, name: str, *arguments: str, **changes: str) -> Answer:
+        """Also of what has ended. A server that keeps no history refuses to be asked for it; what has ended is unknown
+        to it."""
+        answer = self._call(name, "-x", *arguments, **changes)
+        if answer.code == NO_HISTORY or "maintain job history" in answer.err:
+            return self._call(name, *arguments, **changes)
+        return answer
+
     def _call(self, name: str, *arguments: str, **changes: str) -> Answer:
         settings = self.settings
         return run([program(settings.bin, name), *arguments], environment(changes), settings.timeout_seconds)
@@ -134,19 +155,38 @@ def refusal(answer: Answer) -> SubmitRefusedError | SchedulerUnreachableError:
     """
     lines = [line for line in answer.err.splitlines() if line.startswith("qsub: ")]  # its usage may follow
     reason = (lines[0] if lines else answer.said).removeprefix("qsub: ")
-    if answer.code in NO_CONNECTION or "cannot connect" in reason:
+    if answer.code in UNREACHABLE or "cannot connect" in reason:
         return SchedulerUnreachableError(f"qsub: {reason}")
-    return SubmitRefusedError(reason, transient=any(words in reason.lower() for words in TRANSIENT))
+    transient = answer.code in FOR_NOW or any(words in reason.lower() for words in TRANSIENT)
+    return SubmitRefusedError(reason, transient=transient)
 
 
 def read_answer(text: str, job_id: str) -> JobStatus:
     """The one job in the answer of qstat."""
+    number = job_id.partition(".")[0]  # the name of the server may follow, short or long
     try:
-        jobs = json.loads(text, strict=False).get("Jobs", {})  # values may hold bare control characters
-        job = jobs[job_id] if job_id in jobs else next(iter(jobs.values()))
-    except (ValueError, AttributeError, StopIteration):
+        jobs = json.loads(text, strict=False).get("Jobs")  # values may hold bare control characters
+        job = next((job for name, job in jobs.items() if name.partition(".")[0] == number), None)
+    except ValueError:
+        job = picked(text) if re.search(rf'"{re.escape(number)}[."]', text) else None
+    except AttributeError:
+        job = None
+    if not isinstance(job, Mapping):
         return JobStatus(phase="unknown", reason="qstat: no job in its answer")
     return read_status(job)
+
+
+def picked(text: str) -> dict[str, str]:
+    """The fields of a job from an answer that is no JSON. It has a line for each field, and variables of the job break
+    it: 005 stands there as a number, quotes and backslashes as they are. The first of a name counts.
+
+    >>> picked('"job_state":"F",\\n"Variable_List":{\\n"CODE":005\\n},\\n"Exit_status":7\\n')
+    {'job_state': 'F', 'CODE': '005', 'Exit_status': '7'}
+    """
+    found: dict[str, str] = {}
+    for name, quoted, number in re.findall(r'^\s*"(\w+)":\s*(?:"(.*)"|([-\d]+)),?\s*$', text, re.MULTILINE):
+        found.setdefault(name, quoted or number)
+    return found
 
 
 def read_estimates(text: str, now: float) -> dict[str, float]:
@@ -165,35 +205,48 @@ def read_estimates(text: str, now: float) -> dict[str, float]:
     for name, job in jobs.items() if isinstance(jobs, Mapping) else ():
         estimated = job.get("estimated") if isinstance(job, Mapping) and job.get("job_state") == "Q" else None
         said = estimated.get("start_time") if isinstance(estimated, Mapping) else None
-        # Some versions print the number of seconds.
-        moment = float(said) if isinstance(said, int | float) else epoch(said) if isinstance(said, str) else None
+        moment = epoch(said)  # in some versions it is the number of seconds
         if moment is not None:
             found[str(name)] = max(0.0, moment - now)
     return found
 
 
-def read_status(job: dict[str, Any]) -> JobStatus:
-    state, comment = str(job.get("job_state", "")), str(job.get("comment", ""))
+def read_status(job: Mapping[str, Any]) -> JobStatus:
+    state, comment = str(job.get("job_state", "")), str(job.get("comment") or "")
     phase = PHASES.get(state, "unknown")
-    code = job.get("Exit_status") if phase == "ended" else None
-    runs = int(job.get("run_count", 0))
-    dropped = phase == "ended" and code is None and job.get("substate") != DELETED
+    code = whole(job.get("Exit_status")) if phase == "ended" else None
+    runs = whole(job.get("run_count")) or 0
+    incarnation = runs if phase == "waiting" else max(runs - 1, 0)
+    dropped = phase == "ended" and code is None and whole(job.get("substate")) != DELETED
+    not_launched = phase == "waiting" and NOT_LAUNCHED in comment
+    never = not_launched or (phase == "waiting" and comment.startswith(NEVER))
     return JobStatus(
         phase=phase,
         reason=f"dropped because of its dependency {job.get('depend', '')}".strip() if dropped else comment or state,
-        never_starts=comment if phase == "waiting" and comment.startswith("Can Never Run") else None,
-        eligible_at=epoch(job.get("etime")),  # qtime counts holds and dependencies
+        never_starts=comment if never else None,
+        bad_luck=not_launched,
+        name=job.get("Job_Name"),
+        eligible_at=_eligible_at(job, phase, incarnation),
         started_at=epoch(job.get("stime")) if phase in ("running", "ended") else None,
         ended_at=_ended_at(job) if phase == "ended" else None,  # while a second run goes on it is that of the first
-        incarnation=runs if phase == "waiting" else max(runs - 1, 0),
+        incarnation=incarnation,
         outcome=_outcome(job, code) if phase == "ended" else None,
         exit_code=None if code is None or code < 0 else code - 128 if code > 256 else code,
     )
 
 
-def _outcome(job: dict[str, Any], code: int | None) -> Outcome:
+def _eligible_at(job: Mapping[str, Any], phase: Phase, incarnation: int) -> float | None:
+    """qtime counts holds and dependencies, etime does not. A rerun keeps both; such a job is eligible since its run
+    before ended, which is forgotten when the next one has."""
+    etime, obit = epoch(job.get("etime")), epoch(job.get("obittime"))
+    if incarnation == 0 or etime is None:
+        return etime
+    return max(etime, obit) if obit is not None and phase != "ended" else None
+
+
+def _outcome(job: Mapping[str, Any], code: int | None) -> Outcome:
     """An end without Exit_status is a job that never ran, whatever the substate: not a success."""
-    if job.get("substate") == DELETED or code is None:
+    if whole(job.get("substate")) == DELETED or code is None:
         return "cancelled"
     if code == OVER_WALL_TIME:
         return "timeout"
@@ -202,15 +255,27 @@ def _outcome(job: dict[str, Any], code: int | None) -> Outcome:
     return "completed" if code == 0 else "failed"
 
 
-def _ended_at(job: dict[str, Any]) -> float | None:
+def _ended_at(job: Mapping[str, Any]) -> float | None:
     """A job that never ran has no obituary, but a place in the history."""
-    history = job.get("history_timestamp")
-    return epoch(job.get("obittime")) or (None if history is None else float(history))
+    return epoch(job.get("obittime")) or epoch(job.get("history_timestamp"))
 
 
-def epoch(text: str | None) -> float | None:
-    """'Mon Nov 16 05:51:14 2026', UTC."""
+def whole(value: object) -> int | None:
+    """A whole number, in quotes or not.
+
+    >>> [whole(value) for value in (-29, "271", "many", None)]
+    [-29, 271, None, None]
+    """
+    text = str(value)
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def epoch(value: object) -> float | None:
+    """'Mon Nov 16 05:51:14 2026', UTC, or seconds, as in history_timestamp."""
+    seconds = whole(value)
+    if seconds is not None:
+        return float(seconds)
     try:
-        return None if text is None else float(calendar.timegm(time.strptime(text, "%a %b %d %H:%M:%S %Y")))
+        return float(calendar.timegm(time.strptime(str(value), "%a %b %d %H:%M:%S %Y")))
     except ValueError:
         return None
