@@ -52,9 +52,8 @@ PHASES: dict[str, Phase] = {
 }
 DELETED = 91  # substate
 OVER_WALL_TIME = -29  # Exit_status
-NODE_FAULTS = range(
-    -20, 0
-)  # Exit_status when the node could not start the job or lost it, or a hook of the site said no
+# Exit_status when the node could not start the job or lost it, or a hook of the site said no.
+NODE_FAULTS = range(-20, 0)
 NEVER = "Can Never Run"  # how a comment begins
 NOT_LAUNCHED = "too many failed attempts to run"  # in the comment of a job that PBS holds for it
 TRANSIENT = ("would exceed", "maximum number of jobs", "temporarily", "try again")  # in the words of a refusal
