@@ -159,6 +159,7 @@ FILES = {
         (["evaluate", "good.csv", "--round", "soon"], "invalid float value"),
         (["evaluate", "good.csv", "--predictor", "oracle"], "predictor must be one of static, ewma"),
         (["evaluate", "good.csv", "--jobs", "0"], "--jobs must be 1 or more"),
+        (["evaluate", "good.csv", "--out", "good.csv"], "--out good.csv: must end in .json; nothing was changed"),
         (["evaluate", "good.csv", "--cases", "cases.csv"], "or else --cases"),
         (["evaluate", "--cases", "cases.csv"], "column requested is missing"),
         (["evaluate", "--cases", "badcase.csv"], "badcase.csv: a: could not convert"),

@@ -153,6 +153,13 @@ def test_late_rate_holds_through_steps_and_periods(name: str) -> None:
         assert 0.03 <= late <= 0.07
 
 
+@pytest.mark.parametrize("name", ["conformal", "conformal/rolling-median", "combined"])
+def test_late_rate_holds_in_a_queue_that_grows_and_grows(name: str) -> None:
+    growing = np.array(lognormal(600, 9, spread=0.02)) * 1.02 ** np.arange(600)
+    late = 1 - shares_under(told(name, [], smoothing=0.2), growing.tolist(), 200)[0.95]
+    assert 0.03 <= late <= 0.07
+
+
 @pytest.mark.parametrize("factor", [50.0, 0.02])
 def test_change_point_recovers_from_a_step_sooner_than_averages(factor: float) -> None:
     before = lognormal(200, 1, spread=0.3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,6 +67,29 @@ def test_sacct_times_are_local() -> None:
     berlin = read_log(LOGS / "sacct.txt", Options(timezone="Europe/Berlin"))
     assert berlin.epoch == BEGIN - 3600
     assert table(berlin) == table(read_log(LOGS / "sacct.txt", UTC_OPTIONS))
+
+
+def test_sacct_times_with_an_offset_need_no_zone(tmp_path: Path) -> None:
+    """The hour that is there twice in autumn: 20 minutes of waiting, whatever the zone of whoever reads it."""
+    rows = [
+        "1|2025-10-26T02:50:00+02:00|2025-10-26T02:10:00+01:00|2",
+        "2|2025-10-26T01:50:00Z|2025-10-26T03:10:00+0100|2",
+    ]
+    (tmp_path / "log").write_text("\n".join(["JobID|Submit|Start|NNodes", *rows]))
+    for zone in ("UTC", "America/New_York"):
+        log = read_log(tmp_path / "log", Options(timezone=zone))
+        assert log.wait.tolist() == [1200.0, 1200.0]
+        assert log.epoch == 1761439800.0
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_log_is_the_log(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    plain = LOGS / "small.swf"
+    (tmp_path / "log").write_bytes(pack(plain.read_bytes()))
+    assert read_log(tmp_path / "log").wait.tolist() == read_log(plain).wait.tolist()
+    (tmp_path / "log").write_bytes(pack(plain.read_bytes())[:-9])
+    with pytest.raises(DataError, match="log: cannot be read"):
+        read_log(tmp_path / "log")
 
 
 def test_other_formats_by_known_answers() -> None:
@@ -249,6 +275,10 @@ def test_a_mutated_file_is_read_or_is_one_clear_error(
         ("1|a|b|2026-01-05T10:00:00|x\n", "run it without -n"),
         ("JobID|Submit|Start\n1|a|b\n", "column NNodes or NCPUS is missing"),
         ("JobID|Submit|Start|NNodes\n1|soon|2026-01-05T10:00:00|1\n", "line 2: 'soon' is no time"),
+        ("JobID|Submit|Start|NNodes\n1|2026-01-05T10:00:0x|2026-01-05T10:00:00|1\n", "0x' is no time"),
+        ("job,submitted,begun,nodes\n1,2,3,4\n", "a CSV needs the columns submit_s, wait_s, requested_s, procs"),
+        ("PK\x03\x04submit_s,wait_s,requested_s,procs\n", "is packed with zip; unpack it first"),
+        ("BZh91AY", "cannot be read"),
         ("; UnixStartTime: 5\n1 2 3\n", "line 2: 3 numbers instead of 18; 1 of 1 lines"),
     ],
 )

@@ -14,6 +14,7 @@ from fedqueue.config import TraceQueue, load
 from fedqueue.data import find
 from fedqueue.errors import DataError
 from fedqueue.planning.config_out import _key, _table
+from fedqueue.sim.queues import read_trace
 from tests.test_simulation import write_trace
 
 CONFIG = """
@@ -107,6 +108,36 @@ def test_written_config_loads_and_simulates_and_can_be_planned_again(site: Path,
     )
 
 
+def test_plan_that_cannot_be_written_is_told_all_the_same(site: Path, capsys: Any) -> None:
+    quick = ("plan", "c.toml", *QUICK, *HISTORIES, "--keep-nodes")
+    assert main([*quick, "--out", "/dev/null/plan.toml"]) == 6
+    caught = capsys.readouterr()
+    assert caught.out.startswith("Run ")
+    assert "/dev/null/plan.toml: cannot be written" in caught.err
+    assert main([*quick, "--plot", "/dev/null/plan.png", "--json"]) == 6
+    assert json.loads(capsys.readouterr().out)["recommendation"]["strategy"] == "jit"
+
+
+def test_history_of_one_facility_in_a_ledger_is_written_beside_the_config(site: Path, capsys: Any) -> None:
+    """A run's ledger holds all facilities; the queue that the config names must be that of one."""
+    queues = [
+        f'facility.{name}.queue={{kind="fixed", delay={delay}}}' for name, delay in (("north", 60), ("south", 7200))
+    ]
+    assert main(["simulate", "c.toml", "--no-plots", "--out", "run", "--set", *queues]) == 0
+    capsys.readouterr()
+    both = [f"--history={name}=run/ledger.sqlite" for name in ("north", "south")]
+    planned(capsys, *both, "--keep-nodes", "--out", "plan.toml")
+    first = Path("plan-south.csv").read_text()
+    queue = load(Path("plan.toml")).facility[1].queue
+    assert isinstance(queue, TraceQueue)
+    _, waits = read_trace(Path(queue.file), queue)
+    assert min(waits) >= 7200
+    Path("plan.toml").unlink()
+    assert main(["plan", "c.toml", *QUICK, *both, "--keep-nodes", "--out", "plan.toml"]) == 2
+    assert "plan-north.csv: exists already; nothing was changed" in capsys.readouterr().err
+    assert Path("plan-south.csv").read_text() == first
+
+
 def test_same_seed_same_plan_in_one_process_or_two(site: Path, capsys: Any) -> None:
     one = planned(capsys, *HISTORIES, "--keep-nodes")
     assert planned(capsys, *HISTORIES, "--keep-nodes", "--jobs", "2") == one
@@ -151,6 +182,7 @@ def test_curve_makes_time_to_target_the_objective(site: Path, capsys: Any) -> No
         ((*HISTORIES, "--per-node", "north=few"), 2, "must be a whole number of processors"),
         ((*HISTORIES, "--shortest", "9999999"), 2, "--shortest and --longest"),
         ((*HISTORIES, "--out", "c.toml"), 2, "exists already; nothing was changed"),
+        ((*HISTORIES, "--plot", "c.toml"), 2, "--plot c.toml: must end in .png; nothing was changed"),
     ],
 )
 def test_bad_input_is_one_line(site: Path, capsys: Any, args: tuple[str, ...], code: int, says: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import gzip
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from fedqueue.config import TraceQueue
 from fedqueue.errors import DataError, RunFolderError
 from fedqueue.forecasting.probes import default_warm_up, probe_jobs
 from fedqueue.history.lines import open_text
+from fedqueue.history.read import UNREADABLE
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.predict import make_predictor
 from fedqueue.sim.queues import read_trace
@@ -189,7 +189,7 @@ def of_file(path: Path) -> Measured:
         with open_text(path) as lines:
             for facility, expected, value in _rows(path, lines):
                 found.setdefault(facility, []).append((expected, value))
-    except (ValueError, TypeError, gzip.BadGzipFile, EOFError, UnicodeDecodeError, OSError, csv.Error) as error:
+    except (ValueError, TypeError, csv.Error, *UNREADABLE) as error:
         raise DataError(f"{path}: cannot be read as errors: {error}") from None
     if not found:
         raise DataError(f"{path}: holds no error")

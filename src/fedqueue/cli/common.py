@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedqueue.config import Config, load
+from fedqueue.errors import ConfigError
 
 SHOW_CURSOR = b"\x1b[?25h"  # a live table hides it
 
@@ -40,6 +41,14 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def add_plots(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plots", dest="plots", action="store_false", help="write no plots")
+
+
+def check_ending(option: str, path: Path, *endings: str) -> None:
+    """Refuse a name that something of another kind may have: what is written there replaces it."""
+    if not path.name.lower().endswith(endings):
+        raise ConfigError(
+            f"{option} {path}: must end in {' or '.join(endings)}; nothing was changed; name another file"
+        )
 
 
 def load_run(path: Path, changes: Sequence[str], *, strategy: str | None = None, seed: int | None = None) -> Config:

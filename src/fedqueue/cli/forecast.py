@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue import data
+from fedqueue.cli.common import check_ending
 from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
 from fedqueue.errors import ConfigError, StorageError
 
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     cases = _cases(args)
     names = _names(args)
+    if args.out is not None:
+        check_ending("--out", args.out, ".json")
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, found {args.jobs}")
     items = [(path, case, names) for path, case in cases]
@@ -84,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     for place, evaluation in sorted(_progress(args, items), key=lambda pair: pair[0]):
         found.append((cases[place][1], evaluation))
     text = as_json(found)
-    if args.out is not None:
-        _write(args.out, text)
     if args.json:
         print(text, end="")
     else:
         show(found)
+    if args.out is not None:
+        _write(args.out, text)
     if args.plots is not None:
         from fedqueue.report.forecasts import forecasts_plot
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedqueue import data
+from fedqueue.cli.common import check_ending
 from fedqueue.cli.traces import procs_range
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.history.lines import Job, Options, Tally
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     choice = _choice(args, zone)
     tally = Tally(base=args.epoch)
     source, made = _read(args, options, tally, choice, zone)
+    if args.facility is not None and tally.format != "ledger":
+        raise ConfigError(f"--facility {args.facility}: {source} is no run of ours; leave --facility out")
     found = made.summary()
     pictures = []
     if args.plots is not None:
@@ -100,6 +103,10 @@ def _choice(args: argparse.Namespace, zone: tzinfo | None) -> Choice:
         raise ConfigError(f"--requested must be more than 0, found {args.requested:g}")
     if args.days is not None and args.live is None:
         raise ConfigError("--days goes with --live; choose jobs of a file with --since and --until")
+    if args.out is not None:
+        check_ending("--out", args.out, ".csv", ".csv.gz")
+        if args.out.exists():
+            raise ConfigError(f"--out {args.out}: exists already; nothing was changed; name another file")
     if bool(args.files) == (args.live is not None):
         raise ConfigError("history needs a log of a scheduler, or else --live")
     try:

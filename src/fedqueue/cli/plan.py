@@ -120,6 +120,10 @@ def run(args: argparse.Namespace) -> int:
     )
     with _following(quiet=args.json) as told:
         advice = advise(wish, Searcher(setting, args.jobs, told))
+    if args.json:
+        print(json.dumps(as_json(advice)))
+    else:
+        show(advice)  # before anything is written: a full disk does not take the plan with it
     written = []
     if args.out is not None:
         written.append(write_config(advice, read_tree(args.config, args.changes), args.out))
@@ -127,11 +131,7 @@ def run(args: argparse.Namespace) -> int:
         from fedqueue.report.planning import plan_plot
 
         written.append(plan_plot(advice, args.plot))
-    if args.json:
-        print(json.dumps(as_json(advice)))
-        return 0
-    show(advice)
-    for path in written:
+    for path in written if not args.json else ():
         print(f"wrote {path}")
     return 0
 
@@ -157,6 +157,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--shortest and --longest must be seconds, rising, found {args.shortest} and {args.longest}")
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out}: exists already; nothing was changed; name another file")
+    if args.plot is not None:
+        common.check_ending("--plot", args.plot, ".png")
     return strategies
 
 

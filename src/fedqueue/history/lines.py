@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import IO, Final, Protocol
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, DataError
 
 Job = tuple[float, float, float, float, float]
 """submit, wait, run, requested, procs of one job that started, in seconds; nan: unknown (run and requested)."""
@@ -22,7 +24,12 @@ STARTS_EARLY: Final = "starts before it was submitted"
 NO_PROCS: Final = "number of processors unknown"
 PART_OF_JOB: Final = "part of another job"
 MOST_SECONDS: Final = 1e11  # a time beyond this is a mistake, or counts milliseconds
-GZIP: Final = b"\x1f\x8b"
+PACKED: Final[dict[bytes, Callable[..., IO[str]]]] = {  # how a file begins, and what reads it
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+}
+ARCHIVES: Final = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +149,9 @@ def duration(text: str) -> float:
 def open_text(path: Path) -> IO[str]:
     """Lines of a file that may be compressed, whatever its name says; what is no UTF-8 is replaced."""
     with path.open("rb") as raw:
-        packed = raw.read(len(GZIP)) == GZIP
-    if packed:
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
+        first = raw.read(6)
+    archive = next((name for begin, name in ARCHIVES.items() if first.startswith(begin)), None)
+    if archive:
+        raise DataError(f"{path}: is packed with {archive}; unpack it first (gzip, bzip2 and xz can stay)")
+    opened = next((reader for begin, reader in PACKED.items() if first.startswith(begin)), open)
+    return opened(path, "rt", encoding="utf-8", errors="replace")

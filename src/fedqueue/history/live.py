@@ -67,7 +67,9 @@ def _slurm(days: int, options: Options, tally: Tally) -> Iterator[Job]:
             raise DataError(f"sacct: no answer in {PATIENCE:g} s; ask for fewer --days") from None
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-            raise DataError(f"sacct: {said[-1].strip()}; without accounting Slurm keeps no history")
+            raise DataError(
+                f"sacct: {said[-1].strip().removeprefix('sacct: ')}; without accounting Slurm keeps no history"
+            )
         utc = Options(timezone="UTC", facility=options.facility, cores=options.cores)
         yield from jobs(path, utc, tally)
 

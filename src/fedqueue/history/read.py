@@ -5,6 +5,7 @@ Line by line and never whole, so that `chunks` takes as much memory for a gigaby
 
 from __future__ import annotations
 
+import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from fedqueue.history.pbs import PBS
 from fedqueue.history.sacct import SACCT
 from fedqueue.history.sge import SGE
 from fedqueue.history.swf import SWF
-from fedqueue.history.trace import TRACE
+from fedqueue.history.trace import NEEDED, TRACE
 
 HEADED: Final = (TRACE, SACCT)  # one header line says what they are
 FORMATS: Final[tuple[Format, ...]] = (*HEADED, SWF, PBS, SGE)
@@ -34,7 +35,7 @@ CHUNK: Final = 8192  # jobs at a time
 LONGEST: Final = 1 << 22  # characters of a line; a longer one is several broken ones
 DAY_FILE: Final = re.compile(r"\d{8}(?:\.gz)?$")  # of a PBS accounting folder
 
-UNREADABLE: Final = (OSError, EOFError, zlib.error)
+UNREADABLE: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def read_log(path: Path, options: Options | None = None) -> JobLog:
@@ -179,6 +180,8 @@ def unknown(path: Path) -> str:
         return f"{path}: line {place} looks like sacct in columns of blanks; run sacct with -P"
     if seen.count("|") > 3:
         return f"{path}: line {place} looks like sacct without its header; run it without -n: {shown!r}"
+    if seen.count(",") + seen.count(";") + seen.count("\t") > 2:
+        return f"{path}: line {place}: {shown!r} is no header we know; a CSV needs the columns {', '.join(NEEDED)}"
     return f"{path}: line {place} is of no log we know: {shown!r}; known are {KNOWN}"
 
 

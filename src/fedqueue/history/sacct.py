@@ -121,14 +121,16 @@ class SacctReader:
             return nan
         if text.isdecimal():  # SLURM_TIME_FORMAT=%s
             return number(text)
-        if len(text) != _MINUTE + 3 or text[_MINUTE] != ":":
+        second, offset = text[_MINUTE + 1 : _MINUTE + 3], text[_MINUTE + 3 :]
+        if text[_MINUTE : _MINUTE + 1] != ":" or not second.isdecimal() or (offset and offset[0] not in "+-Z"):
             raise ValueError(f"{text!r} is no time such as 2026-01-05T10:00:00")
-        return self._minute(text[:_MINUTE]) + int(text[_MINUTE + 1 :])
+        return self._minute(text[:_MINUTE] + offset) + int(second)  # SLURM_TIME_FORMAT may add an offset
 
 
 def _clock(zone: tzinfo | None) -> Callable[[str], float]:
     def minute(text: str) -> float:
-        return datetime.fromisoformat(text).replace(tzinfo=zone).timestamp()
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).timestamp()
 
     return minute
 

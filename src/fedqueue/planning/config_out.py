@@ -10,11 +10,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedqueue.config import parse
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.history.joblog import JobLog
+from fedqueue.history.ledgers import ledger_of
+from fedqueue.history.trace import write_log
 from fedqueue.planning.advice import Advice, FacilityAdvice
 from fedqueue.planning.candidates import first_delay, options_of
 from fedqueue.planning.words import amount, duration
@@ -28,10 +28,11 @@ _PATHS = (("model", "initial"), ("server", "certificate"), ("server", "key"))
 def write_config(advice: Advice, tree: Mapping[str, Any], path: Path) -> Path:
     """Write it, and the histories that lie in no file beside it; read back before anything is left there. `tree` is
     the config that the plan was made of."""
-    if path.exists():
-        raise ConfigError(f"{path}: exists already; nothing was changed; name another file")
     folder = Path(advice.wish.setting.config.folder)
     made, comments, logs = _changed(advice, deepcopy(dict(tree)), path, folder)
+    taken = next((file for file in (path, *logs) if file.exists()), None)
+    if taken:
+        raise ConfigError(f"{taken}: exists already; nothing was changed; name another --out")
     text = "\n".join([*_head(advice), "", *_table(made, comments)]) + "\n"
     if tomllib.loads(text) != made:
         raise ConfigError(f"{path}: the config cannot be written as TOML; use the recommendation by hand")
@@ -39,7 +40,7 @@ def write_config(advice: Advice, tree: Mapping[str, Any], path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file, log in logs.items():
-            _write_trace(file, log)
+            write_log(log, file)
         with path.open("x", encoding="utf-8") as out:
             out.write(text)
     except OSError as error:
@@ -100,7 +101,7 @@ def _change_facility(
     comments[(*where, "first_delay")] = "the median wait of jobs like ours"
     made: dict[Path, JobLog] = {}
     file = place.file
-    if file is None or file.is_dir():
+    if file is None or file.is_dir() or ledger_of(file):  # no file holds this facility's jobs and no others
         file = path.absolute().with_name(f"{path.stem}-{place.name}.csv")
         made[file] = place.log
     queue: dict[str, Any] = {"kind": "trace", "file": str(file)}
@@ -174,12 +175,3 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return repr(value)
-
-
-def _write_trace(path: Path, log: JobLog) -> None:
-    requested = np.where(np.isfinite(log.requested), log.requested, 0.0)
-    run = np.where(np.isfinite(log.run), log.run, 0.0)
-    with path.open("x", encoding="utf-8") as out:
-        out.write("submit_s,wait_s,run_s,requested_s,procs\n")
-        for row in zip(log.submit, log.wait, run, requested, log.procs, strict=True):
-            out.write(",".join(f"{float(value):.15g}" for value in row) + "\n")

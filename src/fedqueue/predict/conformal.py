@@ -8,6 +8,8 @@ says, even if the queue changes (Gibbs and Candes 2021).
 
 from __future__ import annotations
 
+from math import inf
+
 from fedqueue.predict.base import LEVELS, Forecast, Predictor, Spread, quantile_of
 from fedqueue.predict.logspace import from_log, to_log
 
@@ -17,7 +19,8 @@ FEW = 20  # with fewer errors than this the predictor's own quantiles hold
 
 
 class Conformal:
-    """The mean is that of the predictor. No quantile is above the longest of the newest 300 delays.
+    """The mean is that of the predictor. No quantile is above the longest of the newest 300 delays, unless that was one
+    of the last: in a queue that grows delays are ever longer, and a limit there would be passed again and again.
 
     >>> from fedqueue.predict.ewma import Ewma
     >>> predictor = Conformal(Ewma(first=5.0, smoothing=0.5))
@@ -31,6 +34,7 @@ class Conformal:
         self._levels = Levels()
         self._errors = Spread(WINDOW)
         self._seen = Spread(WINDOW)
+        self._since_record = 0  # delays after one that was longer than all
         self._waited = 0.0
 
     def observe(self, at: float, delay: float) -> None:
@@ -39,6 +43,7 @@ class Conformal:
         if len(self._errors) >= FEW:
             self._levels.adapt(self._quantiles(inner), delay)
         self._errors.add(to_log(delay) - to_log(inner.quantile(0.5)))
+        self._since_record = 0 if len(self._seen) and delay > self._seen.sorted[-1] else self._since_record + 1
         self._seen.add(delay)
         self._predictor.observe(at, delay)
 
@@ -61,7 +66,7 @@ class Conformal:
 
     def _quantiles(self, inner: Forecast) -> list[float]:
         centre, errors, longest = to_log(inner.quantile(0.5)), self._errors.sorted, self._seen.sorted[-1]
-        longest = max(longest, self._waited)
+        longest = inf if self._since_record < FEW else max(longest, self._waited)
         return [min(longest, from_log(centre + quantile_of(errors, p))) for p in self._levels.rising()]
 
 
