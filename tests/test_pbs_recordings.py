@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from fedqueue.forecasting.state import Listed
 from fedqueue.runtime.schedulers import (
     JobRequest,
     JobStatus,
@@ -324,6 +325,19 @@ def test_cancelling_what_is_about_to_end_is_no_error(pbs: Pbs) -> None:
     exits = next(step for step in steps("28b", "qsig") if step["rc"] == 168)  # qdel answers so while a job exits
     pbs.answers("qdel", exits)
     pbs.scheduler().cancel("52.pbs-host")
+
+
+def test_listing_has_what_waits_and_runs_and_a_broken_job_hides_no_other(pbs: Pbs) -> None:
+    step = steps("36", "qstat", "-f", "-F", "json")[0]
+    running = Listed(submitted=at("05:51:14"), started=at("05:51:14"), requested=300.0, procs=1)
+    waiting = Listed(submitted=at("05:51:18"), requested=300.0, procs=1)
+    broken = {
+        **step,
+        "stdout": step["stdout"].replace('"PBS_O_LOGNAME":', '"CODE":\t005,\n\t\t\t\t"PBS_O_LOGNAME":', 1),
+    }
+    pbs.answers("qstat", step, broken)
+    assert pbs.scheduler().listing() == {"35.pbs-host": running, "36.pbs-host": waiting}
+    assert pbs.scheduler().listing() == {"36.pbs-host": waiting}
 
 
 def test_server_that_is_down_is_unreachable(pbs: Pbs) -> None:

@@ -11,8 +11,12 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import nan
 from typing import Any
 
+from fedqueue.forecasting.state import Listed
+from fedqueue.history.lines import duration
 from fedqueue.runtime.schedulers.base import (
     JobRequest,
     JobStatus,
@@ -108,8 +112,11 @@ class PbsScheduler:
         answer = self._call("qstat", "-f", "-F", "json", waiting[-1], TZ="UTC")
         return read_estimates(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
 
-    def listing(self) -> None:
-        return None
+    def listing(self) -> dict[str, Listed]:
+        answer = self._call("qstat", "-f", "-F", "json", TZ="UTC")
+        if answer.code != 0:
+            raise SchedulerUnreachableError(f"qstat: {answer.said}")
+        return read_listing(answer.out)
 
     def _options(self, request: JobRequest, after: str | None) -> list[str]:
         settings = self.settings
@@ -196,18 +203,49 @@ def read_estimates(text: str, now: float) -> dict[str, float]:
     >>> read_estimates('{"Jobs": {"36.pbs-host": ' + job + '}}', now=100.0)
     {'36.pbs-host': 28.0}
     """
-    try:
-        jobs = json.loads(text, strict=False).get("Jobs", {})  # values may hold bare control characters
-    except (ValueError, AttributeError):
-        return {}
     found = {}
-    for name, job in jobs.items() if isinstance(jobs, Mapping) else ():
-        estimated = job.get("estimated") if isinstance(job, Mapping) and job.get("job_state") == "Q" else None
+    for name, job in read_jobs(text).items():
+        estimated = job.get("estimated") if job.get("job_state") == "Q" else None
         said = estimated.get("start_time") if isinstance(estimated, Mapping) else None
         moment = epoch(said)  # in some versions it is the number of seconds
         if moment is not None:
-            found[str(name)] = max(0.0, moment - now)
+            found[name] = max(0.0, moment - now)
     return found
+
+
+def read_listing(text: str) -> dict[str, Listed]:
+    """Jobs by id, from `qstat -f -F json`: those that wait for their turn or run, not what is held."""
+    found = {}
+    for name, job in read_jobs(text).items():
+        state, asked = job.get("job_state"), job.get("Resource_List")
+        if state not in ("Q", "R", "E") or not isinstance(asked, Mapping):
+            continue
+        eligible, nodes = epoch(job.get("etime")), whole(asked.get("nodect"))
+        started = None if state == "Q" else epoch(job.get("stime"))
+        if eligible is None or nodes is None or (state != "Q" and started is None):
+            continue
+        try:
+            limit = duration(str(asked.get("walltime")))
+        except ValueError:  # it asked for none
+            limit = nan
+        found[name] = Listed(submitted=eligible, started=started, requested=limit, procs=nodes)
+    return found
+
+
+def read_jobs(text: str) -> dict[str, Mapping[str, Any]]:
+    """All jobs of an answer by id. If a variable of one breaks the JSON, the others are read all the same."""
+    try:
+        jobs = json.loads(text, strict=False).get("Jobs")  # values may hold bare control characters
+    except AttributeError:
+        return {}
+    except ValueError:
+        jobs = {}
+        for name, job in re.findall(r'^\t\t"([^"]+)":\t(\{\n.*?^\t\t\})', text, re.DOTALL | re.MULTILINE):
+            with suppress(ValueError):
+                jobs[name] = json.loads(job, strict=False)
+    if not isinstance(jobs, Mapping):
+        return {}
+    return {str(name): job for name, job in jobs.items() if isinstance(job, Mapping)}
 
 
 def read_status(job: Mapping[str, Any]) -> JobStatus:
