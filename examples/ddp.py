@@ -2,7 +2,7 @@
 
     python ddp.py --first first.safetensors
     torchrun --nproc-per-node 2 ddp.py
-    srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d \\
+    srun --ntasks-per-node=1 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d \\
         --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$FIRST_NODE:29500 ddp.py
 """
 

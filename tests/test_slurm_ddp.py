@@ -44,7 +44,8 @@ steps = 1000000    # more than it can do: it is told to stop
 [worker]
 poll_seconds = 0.5
 command = '''
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 {python} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 \
+srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 \
+{python} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 \
 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=127.0.0.1:{port} {example}
 exit 3    # a result that is in counts, whatever the job's exit code: gloo is known to abort at exit
 '''
