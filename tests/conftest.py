@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedqueue.cli import main
 from fedqueue.config import Config, parse
 from fedqueue.messages import Command, Event
 from fedqueue.sim.runner import simulate
@@ -60,6 +61,25 @@ def trace_of(config: Config) -> Trace:
 
 def commands_of(trace: Trace, kind: type[Any]) -> list[Any]:
     return [command for _, commands in trace for command in commands if isinstance(command, kind)]
+
+
+def check_refusal(args: Sequence[str], says: str, capsys: Any) -> None:
+    """The command ends with one clear line, and no file here is new, gone or another."""
+
+    def files() -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
+
+    before = files()
+    try:
+        code = main(list(args))
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    caught = capsys.readouterr()
+    assert code not in (0, 70)
+    assert caught.err.count("\n") == 1, caught.err
+    assert says in caught.err
+    assert caught.out == ""
+    assert files() == before
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 
 from fedqueue import data
 from fedqueue.cli import main
+from tests.conftest import check_refusal
 from tests.test_bound import luck
 from tests.test_simulation import write_trace
 
@@ -231,17 +232,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(args: list[str], says: s
     for name, text in FILES.items():
         Path(name).write_text(text)
     Path("folder").mkdir()
-    before = sorted(Path().rglob("*"))
-    try:
-        code = main(["bound", *args])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    caught = capsys.readouterr()
-    assert code not in (0, 70)
-    assert caught.err.count("\n") == 1, caught.err
-    assert says in caught.err
-    assert caught.out == ""
-    assert sorted(Path().rglob("*")) == before
+    check_refusal(["bound", *args], says, capsys)
 
 
 # What is committed --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 
 from fedqueue.cli import main
 from fedqueue.strategies import STRATEGIES
+from tests.conftest import check_refusal
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -50,10 +51,6 @@ def config(in_tmp: Path) -> Path:
     path = in_tmp / "small.toml"
     path.write_text(TOML)
     return path
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 # What works ---------------------------------------------------------------------------------------------------
@@ -338,16 +335,7 @@ def test_bad_command_is_one_clear_line_and_changes_nothing(
 ) -> None:
     Path("taken").mkdir()
     Path("taken/precious").write_text("keep me")
-    before = snapshot(Path())
-    try:
-        code = main(args)
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    err = capsys.readouterr().err
-    assert code != 0
-    assert err.count("\n") == 1, err
-    assert says in err
-    assert snapshot(Path()) == before
+    check_refusal(args, says, capsys)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 from fedqueue import data
 from fedqueue.cli import main
 from fedqueue.forecasting import evaluate as evaluation
+from tests.conftest import check_refusal
 from tests.test_bound import luck
 from tests.test_simulation import write_trace
 
@@ -170,17 +171,7 @@ FILES = {
 def test_bad_input_is_one_clear_line_and_leaves_nothing(args: list[str], says: str, in_tmp: Path, capsys: Any) -> None:
     for name, text in FILES.items():
         Path(name).write_text(text)
-    before = sorted(Path().rglob("*"))
-    try:
-        code = main(["forecast", *args])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    caught = capsys.readouterr()
-    assert code not in (0, 70)
-    assert caught.err.count("\n") == 1, caught.err
-    assert says in caught.err
-    assert caught.out == ""
-    assert sorted(Path().rglob("*")) == before
+    check_refusal(["forecast", *args], says, capsys)
 
 
 # What is committed ----------------------------------------------------------------------------------------------
