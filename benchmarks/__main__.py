@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, forecasts, history, load, simulator, training, transfer
+from benchmarks import aggregation, forecasts, history, load, planning, simulator, training, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
@@ -18,6 +18,7 @@ PARTS = {
     "simulator": simulator,
     "forecasts": forecasts,
     "history": history,
+    "planning": planning,
     "training": training,
     "aggregation": aggregation,
     "transfer": transfer,

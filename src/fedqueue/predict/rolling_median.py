@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fedqueue.predict.base import LEVELS, Forecast, Spread, quantile_of
+from fedqueue.predict.base import quantile_of
+from fedqueue.predict.rolling_quantile import RollingQuantile
 
 WINDOW = 25
 
 
-class RollingMedian:
+class RollingMedian(RollingQuantile):
     """Its `mean` is the median of the newest 25 delays: the figure to plan with when waits have heavy tails.
 
     >>> median = RollingMedian(first=2.0)
@@ -17,24 +18,7 @@ class RollingMedian:
     """
 
     def __init__(self, first: float | None) -> None:
-        self._first = first
-        self._seen = Spread(WINDOW)
-        self._waited = 0.0
+        super().__init__(first, WINDOW)
 
-    def observe(self, at: float, delay: float) -> None:
-        self._seen.add(delay)
-        self._waited = 0.0
-
-    def still_waiting(self, at: float, waited: float) -> None:
-        self._waited = waited
-
-    def forecast(self, at: float) -> Forecast:
-        values = self._seen.sorted or [self._first or 0.0]
-        calm = _of(values)
-        if self._waited <= values[len(values) // 2]:
-            return calm
-        return calm.lifted(_of(sorted([*values, self._waited])), self._waited)
-
-
-def _of(values: list[float]) -> Forecast:
-    return Forecast(quantile_of(values, 0.5), tuple((p, quantile_of(values, p)) for p in LEVELS))
+    def _middle(self, values: list[float]) -> float:
+        return quantile_of(values, 0.5)

@@ -30,11 +30,13 @@ class RollingQuantile:
 
     def forecast(self, at: float) -> Forecast:
         values = self._seen.sorted or [self._first or 0.0]
-        calm = _of(values)
+        calm = self._of(values)
         if self._waited <= calm.mean:
             return calm
-        return calm.lifted(_of(sorted([*values, self._waited])), self._waited)
+        return calm.lifted(self._of(sorted([*values, self._waited])), self._waited)
 
+    def _of(self, values: list[float]) -> Forecast:
+        return Forecast(self._middle(values), tuple((p, quantile_of(values, p)) for p in LEVELS))
 
-def _of(values: list[float]) -> Forecast:
-    return Forecast(sum(values) / len(values), tuple((p, quantile_of(values, p)) for p in LEVELS))
+    def _middle(self, values: list[float]) -> float:
+        return sum(values) / len(values)
