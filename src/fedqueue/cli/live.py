@@ -150,7 +150,7 @@ class Screen:
         limit = " or ".join(filter(None, [seconds, f"{run.rounds} models" if run.rounds else ""]))
         score = "" if self._score is None else f"   score {100 * self._score:.1f} %"
         over = "" if self._ended is None else f"   over: {self._ended}"
-        counts = f"model {self._model}   {self._aggregated} updates"
+        counts = f"model {self._model}   {self._aggregated} {'update' if self._aggregated == 1 else 'updates'}"
         going = 0.0 if self._ended is not None or self._paused or not self._at else time.monotonic() - self._seen
         return f"{run.strategy}  {self._at + going:7.1f} s of {limit}   {counts}{score}{over}"
 

@@ -113,7 +113,7 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     score = "" if found["score"] is None else f", score {100 * found['score']:.1f} %"
     if found.get("unscored"):
-        score += f" ({found['unscored']} models passed over)"
+        score += f" (models passed over: {found['unscored']})"
     print(f"{found['run']} ({found['strategy']}): {found['state']}")
     print(f"{found['run_seconds']:.0f} s on the run clock, model {found['model']}{score}")
     rows = [

@@ -13,7 +13,7 @@ from fedqueue.errors import StorageError
 
 PIECE_BYTES: Final = 64 << 10
 """So few that they are still in the processor's cache when they are hashed and written. Larger pieces, and a thread
-that hashes and writes them, were no faster and took half as much processor time again."""
+that hashes and writes them, were slower."""
 
 
 class Part:

@@ -319,8 +319,8 @@ def _pieces(file: int, place: int, length: int, buffer: bytearray) -> Iterator[m
 
 
 def _body(response: BaseHTTPResponse) -> Callable[[memoryview], int]:
-    """Reads what is left of a body into a buffer. It goes past urllib3, which makes a new object of each piece and
-    would take a fifth longer; so urllib3 cannot tell whether all of it came."""
+    """Reads what is left of a body into a buffer. It goes past urllib3, which makes a new object of each piece;
+    so urllib3 cannot tell whether all of it came."""
     assert isinstance(response, HTTPResponse)
     response.enforce_content_length = False
     read_into: Callable[[memoryview], int] = response._fp.readinto  # type: ignore[union-attr]
