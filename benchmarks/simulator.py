@@ -75,6 +75,9 @@ class _Timed:
     def initial_model(self) -> StateDict:
         return self._task.initial_model()
 
+    def declared_roles(self) -> dict[str, str]:
+        return self._task.declared_roles()
+
     def data_sizes(self) -> tuple[int, ...]:
         return self._task.data_sizes()
 

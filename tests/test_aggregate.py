@@ -29,6 +29,12 @@ def model(generator: torch.Generator, dtype: torch.dtype = torch.float32, step: 
 
 
 def oracle(current: StateDict, contributions: list[Contribution], rule: str, name: str) -> torch.Tensor:
+    if name == "norm.running_mean":
+        shares = [(c.weight, c.trained[name].double()) for c in contributions]
+        given = sum(weight for weight, _ in shares)
+        if given == 0 or (rule == "mix_models" and given < 1):
+            shares.append((1 - given, current[name].double()))
+        return sum((weight * value for weight, value in shares), torch.zeros(3)) / sum(weight for weight, _ in shares)
     total = current[name].double()
     for c in contributions:
         start = c.base if rule == "add_deltas" else current

@@ -65,7 +65,7 @@ def test_json_prints_exactly_one_object_with_the_promised_figures(config: Path, 
     assert list(summary["jobs"]) == ["submitted", "completed", "failed", "resubmitted"]
     assert list(summary["updates"]) == ["admitted", "deferred", "rejected", "expired"]
     assert list(summary["time_to"]) == list(summary["steps_to"]) == ["0.85", "0.90", "0.95"]
-    assert list(summary["score"]) == ["max", "final"]
+    assert list(summary["score"]) == ["max", "final", "not_finite"]
 
 
 def test_choices_on_the_command_line_count_most(config: Path, capsys: Any) -> None:

@@ -173,7 +173,7 @@ def test_update_that_is_not_finite_is_rejected_and_the_run_goes_on(strategy: str
     assert not aggregated & {(facts["job"], facts["attempt"]) for facts in rejected}
     scores = [e.metrics["score"] for e, _ in trace if isinstance(e, ModelScored)]
     assert len(scores) == 5
-    assert all(math.isfinite(score) for score in scores)
+    assert all(score is not None and math.isfinite(score) for score in scores)
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)

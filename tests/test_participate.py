@@ -155,7 +155,7 @@ def test_job_does_its_steps_and_hands_in(
         work.submit(TRAINED, metrics={"loss": np.float32(0.25), "odd": float("nan")})
     assert seen == [0, 1, 2]
     result = result_of(tmp_path)
-    assert result["metrics"] == {"loss": 0.25}
+    assert result["metrics"] == {"loss": 0.25, "odd": None}
     assert "'odd' is nan" in capsys.readouterr().err
     assert (result["steps_done"], result["samples"], result["nodes"], result["device"]) == (3, 24, 2, "cpu")
     assert (result["stopped_by"], result["base_version"]) == ("steps", 3)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 
 from fedqueue.runtime.staging import PACKAGE, WORKER_FILES, stage_worker
 from tests.jobs import (
@@ -49,8 +50,8 @@ def test_staged_worker_needs_nothing_else_of_the_package(tmp_path: Path) -> None
     worker = stage_worker(tmp_path / "home")
     libraries = tmp_path / "libraries"
     libraries.mkdir()
-    for name in ("numpy", "safetensors"):
-        (libraries / name).symlink_to(Path(sys.modules[name].__path__[0]))
+    for library in (np, safetensors):
+        (libraries / library.__name__).symlink_to(Path(library.__path__[0]))
     for path in Path(np.__path__[0]).parent.glob("numpy.libs"):
         (libraries / path.name).symlink_to(path)
     (tmp_path / "train.py").write_text(NUMPY_WORKER)

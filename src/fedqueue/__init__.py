@@ -9,9 +9,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedqueue.roles import declare_roles
     from fedqueue.training.participate import ParticipateError, participate
 
-__all__ = ["ParticipateError", "__version__", "participate"]
+__all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
 
 __version__ = "0.1.0"
 
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from fedqueue.training import participate
 
         return getattr(participate, name)
+    if name == "declare_roles":
+        from fedqueue.roles import declare_roles
+
+        return declare_roles
     raise AttributeError(f"module 'fedqueue' has no attribute {name!r}")

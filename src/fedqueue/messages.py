@@ -303,6 +303,15 @@ class UpdateRejected(_Event):
     reason: str
 
 
+def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Metrics as they go on record: JSON has no word for NaN and infinity.
+
+    >>> finite_or_none({"score": float("nan"), "loss": 0.5})
+    {'score': None, 'loss': 0.5}
+    """
+    return {name: value if value is not None and isfinite(value) else None for name, value in metrics.items()}
+
+
 @message
 class ModelReady(_Event):
     version: int
@@ -318,7 +327,7 @@ class AggregateFailed(_Event):
 @message
 class ModelScored(_Event):
     version: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]  # None: the number was not finite
 
 
 @message

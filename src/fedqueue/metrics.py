@@ -73,6 +73,7 @@ class Tally:
         self._posted: dict[str, int] = {}  # newest version that lies at a facility
         self._best: float | None = None
         self._final: float | None = None
+        self._not_finite = 0  # models whose score was no finite number
         self._targets = tuple(targets)
         self._time_to: dict[float, float | None] = dict.fromkeys(self._targets)
         self._steps_to: dict[float, int | None] = dict.fromkeys(self._targets)
@@ -121,7 +122,7 @@ class Tally:
             "updates": dict(self._updates),
             "local_steps": self._steps,
             "model_transfers": self._transfers,
-            "score": {"max": self._best, "final": self._final},
+            "score": {"max": self._best, "final": self._final, "not_finite": self._not_finite},
             "time_to": {target_key(target): at for target, at in self._time_to.items()},
             "steps_to": {target_key(target): steps for target, steps in self._steps_to.items()},
             "wall_seconds": wall_seconds,
@@ -129,7 +130,7 @@ class Tally:
 
     @property
     def score(self) -> float | None:
-        """Of the newest model."""
+        """Of the newest model that was scored; None also where that score is not finite."""
         return self._final
 
     def _job_started(self, event: JobStarted) -> None:
@@ -191,6 +192,9 @@ class Tally:
     def _model_scored(self, event: ModelScored) -> None:
         score = event.metrics["score"]
         self._final = score
+        if score is None:
+            self._not_finite += 1
+            return
         self._best = score if self._best is None else max(self._best, score)
         for target in self._targets:
             if self._time_to[target] is None and score >= target:

@@ -18,6 +18,7 @@ from typing import BinaryIO, Final, Self
 import numpy as np
 
 from fedqueue.errors import StorageError
+from fedqueue.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
 from fedqueue.tensorheader import (
     CODES,
     HEADER_LIMIT,
@@ -35,7 +36,7 @@ from fedqueue.tensorheader import (
     parse_header,
     read_header,
 )
-from fedqueue.weigh import model_factors
+from fedqueue.weigh import model_factors, statistic_factors
 
 __all__ = [
     "Description",
@@ -186,12 +187,15 @@ def _first(names: Sequence[str]) -> str:
 # Summing -------------------------------------------------------------------------------------------------------------
 
 
-def aggregate(current: Path, contributions: Sequence[FileContribution], rule: str, out: Path) -> str:
+def aggregate(
+    current: Path, contributions: Sequence[FileContribution], rule: str, out: Path, *, from_first: bool = False
+) -> str:
     """Writes the next model to `out`, whole or not at all, and returns its sha256.
 
-    `contributions` are ordered oldest to newest and have passed `check`. The rules are those of `model_factors`; the
-    arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the current model's type
-    and are summed in single precision (double for float64); integer and bool tensors come from the newest contribution.
+    `contributions` are ordered oldest to newest and have passed `check`. What becomes of a tensor depends on its role
+    (`roles`), and the arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the
+    current model's type and are summed in single precision (double for float64). `from_first`: the current model is the
+    first of its run.
     """
     # A base that is the current model joins its term; several updates from one base share one pass over it.
     now = ("current",)
@@ -203,34 +207,54 @@ def aggregate(current: Path, contributions: Sequence[FileContribution], rule: st
         trained: Hashable = ("trained", c.trained)
         paths |= {base: c.base, trained: c.trained}
         shares.append((c.weight, trained, base))
-    factors = model_factors(now, shares, rule)
+    deltas = model_factors(now, shares, rule)
+    means = statistic_factors(now, [(weight, key) for weight, key, _ in shares], rule, from_first=from_first)
     with ExitStack() as stack:
         like = _Source.open(stack, current)
-        terms = [
-            (like if key == now else _Source.open(stack, paths[key], like), factor) for key, factor in factors.items()
-        ]
-        newest = _Source.open(stack, contributions[-1].trained, like) if contributions else like
+        sources: dict[Hashable, _Source] = {now: like}
+        for key in (*deltas, *means, *([shares[-1][1]] if shares else [])):
+            if key not in sources:
+                sources[key] = _Source.open(stack, paths[key], like)
+        newest = sources[shares[-1][1]] if shares else like
+        role_of = roles(like.header, current)
         entries = list(like.header.entries.values())
         target = stack.enter_context(_Target.create(out))
         target.put(encode_header(entries, like.header.metadata))
         summing = _Summing(out, target)
         for entry in entries:
-            if entry.number.bits:
-                summing.add_up(entry, terms)
-            else:
+            role = role_of[entry.name]
+            if not entry.number.bits:
                 summing.copy(newest, newest.header.entries[entry.name])
+            elif role == COUNTER:
+                summing.add_up(entry, [(newest, 1.0)])
+            else:
+                factors = means if role == STATISTIC else deltas
+                summing.add_up(entry, [(sources[key], f) for key, f in factors.items()], within=role == STATISTIC)
         return target.finish()
 
 
-def select(path: Path, out: Path, patterns: Sequence[str]) -> str:
-    """Writes only the tensors whose names match one of the shell patterns (adapters, say); returns the sha256."""
+def roles(header: Header, path: Path, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What each tensor of this file is: by `chosen` patterns, by what the file declares, by the usual names."""
+    try:
+        return find_roles(
+            {name: kind.type for name, kind in header.kinds().items()}, declared_roles(header.metadata), chosen
+        )
+    except ValueError as error:
+        raise TensorFileError(path, str(error)) from None
+
+
+def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping[str, str] | None = None) -> str:
+    """Writes only the tensors whose names match one of the shell patterns (adapters, say); returns the sha256. The file
+    declares the roles of its tensors, so that every model made from it is aggregated alike."""
     with ExitStack() as stack:
         source = _Source.open(stack, path)
         entries = [e for e in source.header.entries.values() if any(fnmatchcase(e.name, p) for p in patterns)]
         if not entries:
             raise TensorFileError(path, f"no tensor's name matches {' or '.join(map(repr, patterns))}")
+        role_of = roles(source.header, path, chosen_roles)
+        metadata = {key: text for key, text in source.header.metadata.items() if key != DECLARATION}
         target = stack.enter_context(_Target.create(out))
-        target.put(encode_header(entries, source.header.metadata))
+        target.put(encode_header(entries, {**metadata, **declaration({e.name: role_of[e.name] for e in entries})}))
         copying = _Summing(out, target)
         for entry in entries:
             copying.copy(source, entry)
@@ -319,8 +343,8 @@ class _Summing:
             fill(source.path, source.file, piece, place)
             self._target.put(piece.data)
 
-    def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]]) -> None:
-        """Writes the sum of tensor * factor in the type of `entry`."""
+    def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]], *, within: bool = False) -> None:
+        """Writes the sum of tensor * factor in the type of `entry`; `within` the range of the tensors."""
         precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
         parts = 2 if entry.code == "C64" else 1  # a complex number is two real ones
         count = entry.values * parts
@@ -328,18 +352,25 @@ class _Summing:
             length = min(CHUNK_VALUES, count - start)
             total = self._total[: length * precision.itemsize].view(precision)
             share = self._share[: length * precision.itemsize].view(precision)
+            least = most = total
             with np.errstate(all="ignore"):  # what overflows is found below
                 for number, (source, factor) in enumerate(terms):
                     place = source.header.entries[entry.name]
                     size = place.number.size // parts
                     raw = self._raw[: length * size]
                     fill(source.path, source.file, raw, place.begin + start * size)
+                    values = _widened(raw, place.code, share)
+                    if within:
+                        least = values.copy() if number == 0 else np.where(values < least, values, least)
+                        most = values.copy() if number == 0 else np.where(values > most, values, most)
                     # Product and sum are rounded one by one, as torch does it in `fedqueue.aggregate`.
-                    np.multiply(_widened(raw, place.code, share), precision.type(factor), out=share)
+                    np.multiply(values, precision.type(factor), out=share)
                     if number == 0:
                         total[:] = share
                     else:
                         total += share
+                if within:
+                    total[:] = np.where(total < least, least, np.where(total > most, most, total))
                 rounded = self._rounded(total, entry.code)
             self._must_be_finite(entry, total, NUMBERS["F64" if entry.code == "F64" else "F32"])
             if rounded is not total:

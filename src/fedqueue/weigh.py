@@ -62,3 +62,26 @@ def model_factors(current: K, shares: Sequence[tuple[float, K, K]], rule: str) -
         for model, share in ((start, -weight), (trained, weight)):
             factors[model] = factors.get(model, 0.0) + share
     return {model: factor for model, factor in factors.items() if factor != 0.0}
+
+
+def statistic_factors(current: K, shares: Sequence[tuple[float, K]], rule: str, *, from_first: bool) -> dict[K, float]:
+    """The models whose running statistics are averaged for the next one, with factors of 0 to 1 that sum to one.
+
+    `shares` are (weight, trained), oldest first. What layers measured is averaged over what was handed in, by weight.
+    Rule "mix_models" mixes the current model's in, as it does with parameters, unless that is the first model of the
+    run (`from_first`), whose statistics nobody measured.
+
+    >>> statistic_factors("v3", [(0.25, "a"), (0.25, "b")], "add_deltas", from_first=False)
+    {'a': 0.5, 'b': 0.5}
+    >>> statistic_factors("v3", [(0.25, "a")], "mix_models", from_first=False)
+    {'v3': 0.75, 'a': 0.25}
+    """
+    total = sum(weight for weight, _ in shares)
+    if total <= 0:
+        return {current: 1.0}
+    rest = max(0.0, 1.0 - total) if rule == "mix_models" and not from_first else 0.0
+    factors = {current: rest} if rest > 0 else {}
+    for weight, trained in shares:
+        if weight > 0:
+            factors[trained] = factors.get(trained, 0.0) + weight / (total + rest)
+    return factors

@@ -295,6 +295,8 @@ class Coordinator:
             raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
         if isinstance(event, ModelScored):
             self._say_passed_over(event.version)
+            if event.metrics.get("score") is None:
+                self.say(f"the score of model {event.version} is not a finite number")
         self._pump()
 
     @property
@@ -458,7 +460,9 @@ class Coordinator:
 
         def write() -> str:
             scratch = self.store.scratch(f"v{command.to_version}")
-            digest = tensorfile.aggregate(self.store.path(current), contributions, command.rule, scratch)
+            digest = tensorfile.aggregate(
+                self.store.path(current), contributions, command.rule, scratch, from_first=command.from_version == 0
+            )
             self.store.keep(scratch, digest)
             return digest
 
@@ -494,7 +498,7 @@ class Coordinator:
             self._scoring.add(version)
             self._scorer.score(version, path)
 
-    def scored(self, version: int, metrics: dict[str, float] | None) -> None:
+    def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
         """A score came, or None: there will be none."""
         self._scoring.discard(version)
         if metrics is not None and version not in self.books.scored:

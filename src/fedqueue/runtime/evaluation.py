@@ -6,7 +6,6 @@ them "score".
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -126,9 +125,10 @@ class Evaluation:
         folder = self._folder(version)
         result = folder.result(folder.attempts() - 1)
         if result is not None:
-            metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
-            if "score" in metrics:
-                self._station.notes.note(self._station.notes.report(kind="scored", version=version, metrics=metrics))
+            if "score" in result.metrics:
+                self._station.notes.note(
+                    self._station.notes.report(kind="scored", version=version, metrics=result.metrics)
+                )
             else:
                 self._station.say(f"model {version} was not scored: its job handed in no metric of the name score")
             self._end()

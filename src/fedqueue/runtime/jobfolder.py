@@ -61,7 +61,7 @@ class Result:
     samples: int = 0
     nodes: int = 1
     device: str = ""
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]  # None: it was not finite
     began_at: float
     finished_at: float
     stopped_by: str

@@ -17,6 +17,7 @@ from fedqueue.config import Config, parse
 from fedqueue.errors import ConfigError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.plan import FacilityProfile, Plan
+from fedqueue.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe, write_json
 from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.scoring import STORED, first_model
@@ -47,7 +48,9 @@ def ensure_ledger(config: Config, folder: Path) -> None:
     digest, sizes = _first(config, folder)
     plan = make_plan(config, sizes)
     meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
-    Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest}).close()
+    first = Store(folder).path(digest)
+    roles = special(tensorfile.roles(tensorfile.read_header(first), first))
+    Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest, "roles": roles}).close()
 
 
 def has_ledger(folder: Path) -> bool:
@@ -105,7 +108,8 @@ def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
         raise ConfigError("model.initial: is missing; with a worker.command of your own, name a safetensors file")
     else:
         sizes = first_model(config, folder, raw)
-    digest = tensorfile.select(raw, chosen, config.model.include)
+    must_match(config.model.roles, tensorfile.read_header(raw).entries)
+    digest = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
     store.keep(chosen, digest)
     store.scratch("first").unlink(missing_ok=True)
     return digest, sizes

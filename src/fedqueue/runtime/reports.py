@@ -189,7 +189,7 @@ class Scored:
     kind: Literal["scored"] = "scored"
     n: int
     version: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
     def __post_init__(self) -> None:
         at_least(self, 0, "version")
@@ -233,7 +233,7 @@ class Foreseen:
 Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored | Foreseen
 
 
-def check_metrics(metrics: dict[str, float]) -> None:
+def check_metrics(metrics: dict[str, float | None]) -> None:
     if len(metrics) > MOST_METRICS or any(len(name) > 100 or not name.isprintable() for name in metrics):
         raise ValueError(f"metrics must be {MOST_METRICS} at most, with names of 100 printable characters at most")
 
@@ -281,7 +281,7 @@ class Handin:
     samples: int = 0
     nodes: int = 1
     device: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import queue
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
+from fedqueue.messages import finite_or_none
 from fedqueue.runtime.coordinator import Coordinator, Scorer
 
 STORED: Final = "config.json"
@@ -74,18 +74,15 @@ class _Scorer:
                     self._coordinator.say(f"model {version} could not be scored: {error}")
             self._settle(version, metrics)
 
-    def _settle(self, version: int, metrics: dict[str, float] | None) -> None:
+    def _settle(self, version: int, metrics: dict[str, float | None] | None) -> None:
         self._coordinator.ask(lambda: self._coordinator.scored(version, metrics))
 
 
-def _metrics(given: Any) -> dict[str, float]:
-    """Numbers by name, one of them "score"."""
+def _metrics(given: Any) -> dict[str, float | None]:
+    """Numbers by name, one of them "score"; null stands for one that is not finite."""
     if not isinstance(given, dict) or "score" not in given:
         raise ValueError('metrics must be a JSON object with at least "score"')
-    metrics = {str(name): float(value) for name, value in given.items()}
-    if not math.isfinite(metrics["score"]):
-        raise ValueError(f"score must be a finite number, found {metrics['score']}")
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return finite_or_none({str(name): None if value is None else float(value) for name, value in given.items()})
 
 
 class _Standing:
@@ -97,7 +94,7 @@ class _Standing:
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
 
-    def ask(self, version: int, model: Path, timeout: float) -> dict[str, float]:
+    def ask(self, version: int, model: Path, timeout: float) -> dict[str, float | None]:
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -155,7 +152,7 @@ class _OneByOne:
         self._command = command
         self._folder = config.folder
 
-    def ask(self, version: int, model: Path, timeout: float) -> dict[str, float]:
+    def ask(self, version: int, model: Path, timeout: float) -> dict[str, float | None]:
         environment = {**os.environ, "FEDQUEUE_MODEL": str(model), "FEDQUEUE_VERSION": str(version)}
         done = subprocess.run(
             self._command,

@@ -18,6 +18,7 @@ WORKER_FILES: Final = (
     "integrations/huggingface.py",
     "integrations/lightning.py",
     "py.typed",
+    "roles.py",
     "training/__init__.py",
     "training/binding.py",
     "training/distributed.py",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -191,6 +191,7 @@ class FleetLearning:
         self._models: dict[int, StateDict] = {0: {ALL: put(first, bench.device)}}
         self._updates: dict[Key, tuple[_Ticket, int, int]] = {}  # ticket, base version, steps
         self._corrupt: set[Key] = set()
+        self.roles: Mapping[str, str] = {}  # it has no buffers
         self.data_sizes = [len(part) for part in self._parts]
         self.megabytes = 4 * sum(place.stop - place.start for place in bench.stack.places) / 1e6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from fedqueue.messages import Aggregate, Assignment, JobId
@@ -19,6 +19,7 @@ class Learning(Protocol):
     """What a simulated job really does."""
 
     megabytes: float  # of one model, for transfers
+    roles: Mapping[str, str]  # of its tensors
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
         """A job began that will do so many steps if nothing comes between: its training may begin."""
@@ -52,6 +53,7 @@ class TimingOnly:
 
     def __init__(self, megabytes: float) -> None:
         self.megabytes = megabytes
+        self.roles: Mapping[str, str] = {}
         self._corrupt: set[Key] = set()
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
@@ -82,12 +84,13 @@ class TimingOnly:
 class RealLearning:
     """PyTorch training, done when a simulated job ends, on the version it was bound to."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, chosen_roles: Mapping[str, str] | None = None) -> None:
         from fedqueue import aggregate  # loads torch: only runs that train pay for it
 
         self._rules = aggregate
         self._task = task
         first = task.initial_model()
+        self.roles: Mapping[str, str] = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
         self._models: dict[int, StateDict] = {0: first}
         self._updates: dict[Key, tuple[StateDict, int]] = {}
         self.megabytes = sum(t.numel() * t.element_size() for t in first.values()) / 1e6
@@ -121,7 +124,9 @@ class RealLearning:
                 self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base])
             )
         current = self._models[command.from_version]
-        self._models[command.to_version] = self._rules.aggregate(current, contributions, command.rule)
+        self._models[command.to_version] = self._rules.aggregate(
+            current, contributions, command.rule, self.roles, from_first=command.from_version == 0
+        )
 
     def forget(self, key: Key) -> None:
         self._updates.pop(key, None)

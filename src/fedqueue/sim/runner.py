@@ -13,6 +13,7 @@ from fedqueue.engine import Listener
 from fedqueue.errors import FedQueueError
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.metrics import Tally
+from fedqueue.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe, write_json
 from fedqueue.sim.learning import Learning, RealLearning, TimingOnly
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
@@ -48,7 +49,8 @@ def simulate(
     )
     ledger = None
     if folder is not None:
-        ledger = Ledger(folder / FILE, describe(config, plan, seed=seed, driver="simulation"), durable=False)
+        meta = describe(config, plan, seed=seed, driver="simulation")
+        ledger = Ledger(folder / FILE, {**meta, "roles": special(learning.roles)}, durable=False)
     listening: list[Listener] = [tally, *listeners]
     if ledger is not None:
         listening.insert(0, ledger)
@@ -80,4 +82,5 @@ def _learning(config: Config, seed: int) -> Learned:
     if config.folder not in sys.path:  # a task of the user's own may lie beside the config
         sys.path.insert(0, config.folder)
     task = make_task(config.task, len(config.facility), seed)
-    return RealLearning(task), task.data_sizes()
+    must_match(config.model.roles, task.initial_model())
+    return RealLearning(task, config.model.roles), task.data_sizes()

@@ -44,6 +44,7 @@ from fedqueue.messages import (
     UpdateArrived,
     UpdateRejected,
     facility_of,
+    finite_or_none,
 )
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.sim.learning import Learning
@@ -351,7 +352,7 @@ class Simulation:
         self._tell(ModelReady(at=self._now, version=version))
         metrics = self._learning.score(version)
         if metrics is not None:
-            self._tell(ModelScored(at=self._now, version=version, metrics=metrics))
+            self._tell(ModelScored(at=self._now, version=version, metrics=finite_or_none(metrics)))
         needed: set[int] = set()
         for site in self._sites.values():
             needed.update(job.work.base_version for job in site.jobs.values() if job.work is not None)

@@ -279,7 +279,8 @@ class Strategy:
 
     def _model_scored(self, event: ModelScored) -> None:
         target = self.plan.stop_at_score
-        if target is not None and event.metrics.get("score", float("-inf")) >= target:
+        score = event.metrics.get("score")
+        if target is not None and score is not None and score >= target:
             self.stop("target reached")
 
     def _timer_fired(self, event: TimerFired) -> None:

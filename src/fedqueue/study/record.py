@@ -83,9 +83,9 @@ class Recorder:
                 self._staleness[int(command.facts["staleness"] or 0)] += 1
                 if command.facts["deferred"]:
                     self._deferred.append(float(command.facts["weight"] or 0.0))
-        if type(event) is ModelScored:
+        if type(event) is ModelScored and (score := event.metrics["score"]) is not None:
             spent = self._tally.summary(strategy="", seed=0, wall_seconds=0.0)
-            self._curve.append((event.at, event.metrics["score"], spent["local_steps"], spent["model_transfers"]))
+            self._curve.append((event.at, score, spent["local_steps"], spent["model_transfers"]))
         elif type(event) is UpdateArrived and event.receipt.job_id in self._orders:
             submitted_at, order = self._orders.pop(event.receipt.job_id)
             self._arrivals.append((event.at - submitted_at) / self._round_length)

@@ -176,18 +176,17 @@ def _is_finite(value: Any) -> bool:
     return value.dtype.kind not in "fc" or bool(numpy.isfinite(value).all())
 
 
-def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain numbers. One that is not finite is left out: it must not cost the job its update."""
-    found = {}
+def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Metrics as plain numbers. One that is not finite is None: it must not cost the job its update."""
+    found: dict[str, float | None] = {}
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ParticipateError(f"submit: metric {name!r} must be a number, found {type(value).__name__}") from error
-        if math.isfinite(number):
-            found[str(name)] = number
-        else:
-            say(f"metric {name!r} is {number}, so it is left out")
+        found[str(name)] = number if math.isfinite(number) else None
+        if found[str(name)] is None:
+            say(f"metric {name!r} is {number}")
     return found
 
 

@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+from fedqueue.roles import declaration
 from fedqueue.training.worker import load_stored
 
 
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     sys.stdout = sys.stderr  # what the task prints is not an answer
     task = make_task(config.task, len(config.facility), config.run.seed)
     if len(arguments) > 1:
-        save_file(task.initial_model(), arguments[1])
+        save_file(task.initial_model(), arguments[1], metadata=declaration(task.declared_roles()))
         print(json.dumps({"sizes": task.data_sizes()}), file=answers)
         return 0
     for line in sys.stdin:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
+from fedqueue.roles import buffer_roles
 from fedqueue.training import partition
 from fedqueue.training.settings import TaskSettings
 from fedqueue.training.trainer import (
@@ -50,6 +51,9 @@ class Task(Protocol):
 
     def initial_model(self) -> StateDict:
         """The first model: the same seed gives the same bits."""
+
+    def declared_roles(self) -> dict[str, str]:
+        """What its buffers are, by name: see `fedqueue.roles`."""
 
     def data_sizes(self) -> tuple[int, ...]:
         """Training samples of each facility."""
@@ -111,6 +115,9 @@ class WorkloadTask:
 
     def initial_model(self) -> StateDict:
         return {name: tensor.clone() for name, tensor in self._initial.items()}
+
+    def declared_roles(self) -> dict[str, str]:
+        return buffer_roles(self._module)
 
     def data_sizes(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self._parts)
