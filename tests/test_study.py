@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 
 from fedqueue.cli import main
+from fedqueue.comparison import estimate
 from fedqueue.errors import ConfigError
 from fedqueue.study import experiment as files
 from fedqueue.study import results
@@ -510,6 +512,16 @@ def test_every_method_has_a_grid_of_the_same_size_and_every_grid_a_tuned_row() -
     assert {row.tuned for row in tuned.rows if row.tuned} == {f"tuning/{name}" for name in sizes}
     strategies = {tuning.config_of(cell, 1).run.strategy for cell in tuning.cells()}
     assert strategies == {"fedqueue", "jit", "fedavg", "fedasync", "fedbuff", "fedcompass"}
+
+
+@pytest.mark.parametrize("seeds", [2, 10, 31, 32, 33, 50, 200, 5000])
+def test_intervals_are_those_of_students_t(seeds: int) -> None:
+    values = [float((7 * n) % seeds) for n in range(seeds)]
+    found = estimate(values)
+    assert found.mean is not None
+    assert found.half_width is not None
+    low, high = scipy.stats.t.interval(0.95, seeds - 1, found.mean, scipy.stats.sem(values))
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high), rel=2e-4)
 
 
 def test_results_file_has_one_run_a_line_and_reads_back(tmp_path: Path) -> None:
