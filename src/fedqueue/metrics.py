@@ -1,7 +1,8 @@
 """The figures of a run, counted as it goes: what `--json` prints and `summary.json` holds.
 
 It listens to the same events and commands as the ledger, and keeps only open jobs, so its memory does not grow
-with the length of a run.
+with the length of a run. What is told again, or of an attempt that its scheduler took back, changes nothing here, as
+in the strategies.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class _OpenJob:
     replaces: bool
     transfers: int = 0  # models sent to its facility for it
     cutoff: float | None = None  # that it aims at
+    attempt: int = 0
+    started: bool = False  # its attempt
+    ended: bool = False  # its attempt
     held_since: float | None = None
 
 
@@ -72,8 +76,9 @@ class Tally:
         self._transfers = 0
         self._posted: dict[str, int] = {}  # newest version that lies at a facility
         self._best: float | None = None
-        self._final: float | None = None
-        self._not_finite = 0  # models whose score was no finite number
+        self._final: float | None = None  # of the newest version that has a score
+        self._newest_scored = 0
+        self._not_finite: set[int] = set()  # versions whose score was no finite number
         self._targets = tuple(targets)
         self._time_to: dict[float, float | None] = dict.fromkeys(self._targets)
         self._steps_to: dict[float, int | None] = dict.fromkeys(self._targets)
@@ -122,7 +127,7 @@ class Tally:
             "updates": dict(self._updates),
             "local_steps": self._steps,
             "model_transfers": self._transfers,
-            "score": {"max": self._best, "final": self._final, "not_finite": self._not_finite},
+            "score": {"max": self._best, "final": self._final, "not_finite": len(self._not_finite)},
             "time_to": {target_key(target): at for target, at in self._time_to.items()},
             "steps_to": {target_key(target): steps for target, steps in self._steps_to.items()},
             "wall_seconds": wall_seconds,
@@ -133,26 +138,43 @@ class Tally:
         """Of the newest model that was scored; None also where that score is not finite."""
         return self._final
 
+    def _current(self, job_id: JobId, attempt: int) -> _OpenJob | None:
+        """The open job, if this is the attempt that counts."""
+        job = self._open.get(job_id)
+        return job if job is not None and job.attempt == attempt else None
+
     def _job_started(self, event: JobStarted) -> None:
         job = self._open.get(event.job_id)
-        if job is not None:
-            job.held_since = event.at - event.ago - event.lingered
-            if event.bound is not None:
-                job.cutoff = event.bound.cutoff
+        if job is None or event.attempt < job.attempt or (event.attempt == job.attempt and job.started):
+            return
+        job.attempt, job.started, job.ended = event.attempt, True, False
+        job.held_since = event.at - event.ago - event.lingered
+        if event.bound is not None:
+            job.cutoff = event.bound.cutoff
 
-    def _job_stopped(self, event: JobRequeued | JobEnded | JobFailed) -> None:
+    def _job_requeued(self, event: JobRequeued) -> None:
         job = self._open.get(event.job_id)
-        if job is not None:
-            self._node_seconds += event.held_seconds * job.nodes
-            job.held_since = None
+        if job is not None and event.attempt > job.attempt:
+            self._stopped(job, event.held_seconds)
+            job.attempt, job.started, job.ended = event.attempt, False, False
 
     def _job_ended(self, event: JobEnded) -> None:
-        self._job_stopped(event)
-        self._steps += event.steps_done
+        job = self._current(event.job_id, event.attempt)
+        if job is not None and not job.ended:
+            self._stopped(job, event.held_seconds)
+            job.ended = True
+            self._steps += event.steps_done
 
     def _job_failed(self, event: JobFailed) -> None:
-        self._job_stopped(event)
-        self._lost(event.job_id)
+        job = self._current(event.job_id, event.attempt)
+        if job is not None:
+            if not job.ended:  # otherwise its nodes are counted
+                self._stopped(job, event.held_seconds)
+            self._lost(event.job_id)
+
+    def _stopped(self, job: _OpenJob, held_seconds: float) -> None:
+        self._node_seconds += held_seconds * job.nodes
+        job.held_since = None
 
     def _submit_refused(self, event: SubmitRefused) -> None:
         job = self._open.pop(event.job_id, None)
@@ -162,22 +184,26 @@ class Tally:
             self._transfers -= job.transfers
 
     def _update_rejected(self, event: UpdateRejected) -> None:
-        self._transfers += 1
-        self._lost(event.job_id)
+        if self._current(event.job_id, event.attempt) is not None:
+            self._transfers += 1
+            self._lost(event.job_id)
 
     def _lost(self, job_id: JobId) -> None:
         """It failed: no update of it will meet any cutoff."""
-        job = self._open.pop(job_id, None)
-        if job is not None:
-            self._jobs["failed"] += 1
-            self._aimed += job.cutoff is not None
-            self._missed += job.cutoff is not None
+        job = self._open.pop(job_id)
+        self._jobs["failed"] += 1
+        self._aimed += job.cutoff is not None
+        self._missed += job.cutoff is not None
 
     def _update_arrived(self, event: UpdateArrived) -> None:
-        self._transfers += 1  # a model travels back
-        job = self._open.pop(event.receipt.job_id, None)
+        job = self._current(event.receipt.job_id, event.receipt.attempt)
         if job is None:
             return
+        del self._open[event.receipt.job_id]
+        self._transfers += 1  # a model travels back
+        if not job.ended:  # its end was not heard of, and says nothing new any more
+            self._steps += event.receipt.steps_done
+            self._node_seconds += self._held(job)
         self._jobs["completed"] += 1
         ratio = (event.at - job.submitted_at) / self._round_length
         self._timed += 1
@@ -191,9 +217,10 @@ class Tally:
 
     def _model_scored(self, event: ModelScored) -> None:
         score = event.metrics["score"]
-        self._final = score
+        if event.version >= self._newest_scored:
+            self._newest_scored, self._final = event.version, score
         if score is None:
-            self._not_finite += 1
+            self._not_finite.add(event.version)
             return
         self._best = score if self._best is None else max(self._best, score)
         for target in self._targets:
@@ -218,7 +245,7 @@ class Tally:
 
 _EVENTS: dict[type, Any] = {
     JobStarted: Tally._job_started,
-    JobRequeued: Tally._job_stopped,
+    JobRequeued: Tally._job_requeued,
     JobEnded: Tally._job_ended,
     JobFailed: Tally._job_failed,
     SubmitRefused: Tally._submit_refused,
