@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,28 @@ def check_refusal(args: Sequence[str], says: str, capsys: Any) -> None:
     assert says in caught.err
     assert caught.out == ""
     assert files() == before
+
+
+def strictly(line: str) -> Any:
+    """A line of JSON as the strictest reader takes it: no key twice, no NaN."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        assert len(keys) == len(set(keys)), f"a key is there twice: {line}"
+        return dict(pairs)
+
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON: {line}")
+
+    return json.loads(line, object_pairs_hook=once, parse_constant=no_number)
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """What `fedqueue journal` prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert main(["journal", str(folder)]) == 0
+    return [strictly(line) for line in printed.getvalue().splitlines()]
 
 
 @pytest.fixture

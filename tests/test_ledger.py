@@ -15,10 +15,12 @@ import pytest
 
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, Ledger, LedgerReader
-from fedqueue.messages import RunStarted, TimerFired
+from fedqueue.messages import CoordinatorResumed, ModelScored, RunPaused, RunStarted, SetTimer, StopRun, TimerFired
 from fedqueue.runs import replay
 from fedqueue.sim.runner import simulate
-from tests.conftest import STRATEGY_NAMES, config_of
+from fedqueue.wire import parse
+from tests.conftest import STRATEGY_NAMES, Trace, config_of, journal
+from tests.test_golden import SCENARIOS
 
 FAULTS = [
     {"kind": "fail", "probability": 0.15},
@@ -85,14 +87,33 @@ def test_views_agree_with_the_summary(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
-def test_journal_is_json_lines_in_order(tmp_path: Path) -> None:
-    run_into(tmp_path / "run", rounds=4)
-    with LedgerReader(tmp_path / "run" / FILE) as ledger:
-        lines = [json.loads(line) for line in ledger.lines()]
-    assert lines[0] == {"seq": 0, "what": "event", "kind": "RunStarted", "at": 0.0}
-    assert [line["seq"] for line in lines] == sorted(line["seq"] for line in lines)
-    assert {line["what"] for line in lines} == {"event", "command"}
-    assert lines[-1]["kind"] == "StopRun" or lines[-1]["kind"] == "ModelScored"
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_journal_is_valid_json_lines_with_all_that_was_said(scenario: str, tmp_path: Path) -> None:
+    trace: Trace = []
+    simulate(config_of(**SCENARIOS[scenario]), folder=tmp_path, listeners=[lambda e, c: trace.append((e, list(c)))])
+    said = [
+        ("event" if message is event else "command", seq, event.at, message)
+        for seq, (event, commands) in enumerate(trace)
+        for message in (event, *commands)
+    ]
+    lines = journal(tmp_path)
+    assert [(line["what"], line["seq"], line["at"], parse(line["kind"], line["body"])) for line in lines] == said
+
+
+def test_journal_of_every_kind_of_message_is_valid_json(tmp_path: Path) -> None:
+    """Also those that only a real run brings."""
+    ledger = Ledger(tmp_path / FILE, {"strategy": "jit"})
+    ledger(RunPaused(at=3.0), [])
+    ledger(CoordinatorResumed(at=3.0, down_seconds=9.5), [SetTimer(key="end", at=20.0), StopRun(reason='a "word"')])
+    ledger(ModelScored(at=4.0, version=1, metrics={"at": 0.5, "kind": 1.0}), [])
+    ledger.close()
+    assert [(line["kind"], line["at"]) for line in journal(tmp_path)] == [
+        ("RunPaused", 3.0),
+        ("CoordinatorResumed", 3.0),
+        ("SetTimer", 3.0),
+        ("StopRun", 3.0),
+        ("ModelScored", 4.0),
+    ]
 
 
 def test_second_ledger_in_the_same_folder_is_refused(tmp_path: Path) -> None:

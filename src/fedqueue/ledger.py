@@ -168,15 +168,14 @@ class LedgerReader:
             yield event, wanted  # type: ignore[misc]  # the events table holds events
 
     def lines(self) -> Iterator[str]:
-        """The journal as JSON lines: each event, then each command it brought."""
+        """The journal as JSON lines: each event, then each command it brought. What a message says is in `body`, so no
+        field of it can be taken for one of the line: a timer has an `at` of its own, a record a `kind`."""
         query = """SELECT seq, -1 AS place, 'event' AS what, kind, at, body FROM events
                    UNION ALL SELECT c.seq, c.place, 'command', c.kind, e.at, c.body
                    FROM commands c JOIN events e USING (seq) ORDER BY 1, 2"""
         for row in self._db.execute(query):
-            head = f'{{"seq":{row["seq"]},"what":"{row["what"]}","kind":"{row["kind"]}"'
-            at = "" if row["what"] == "event" else f',"at":{row["at"]!r}'
-            fields = row["body"][1:] if row["body"] != "{}" else "}"
-            yield f"{head}{at},{fields}" if fields != "}" else f"{head}{at}}}"
+            head = f'"seq":{row["seq"]},"at":{row["at"]!r},"what":"{row["what"]}","kind":"{row["kind"]}"'
+            yield f'{{{head},"body":{row["body"]}}}'
 
     def close(self) -> None:
         self._db.close()

@@ -1,4 +1,8 @@
-"""Print a run's ledger as JSON lines: each event, then the commands it brought."""
+"""Print a run's ledger as JSON lines: each event, then the commands it brought.
+
+A line has `seq` (the number of the event), `at` (seconds on the run clock), `what` (event or command), `kind`, and in
+`body` what the message says.
+"""
 
 from __future__ import annotations
 
