@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedqueue import PROTOCOL
+
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("WORLD_SIZE", "RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -62,7 +64,7 @@ def make_job(
         (home / "standing.json").write_text(json.dumps(standing))
     assignment = {"base_version": 3, "steps": steps, "learning_rate": 0.01, "train_budget": train_budget}
     order = {
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "job_id": "north/3",
         "facility": "north",
         "round": 2,

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from fedqueue import PROTOCOL
 from fedqueue.cli import main
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.messages import WALL_TIME
 from fedqueue.runs import replay
+from tests.conftest import journal, strictly
 from tests.slurm import wait_for
 
 WORKER = """
@@ -84,8 +86,20 @@ def run(config: Path, *changes: str) -> tuple[dict[str, Any], Path]:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     replay(folder)
+    check_journals(folder)
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary, folder
+
+
+def check_journals(folder: Path) -> None:
+    """Of the coordinator and of each agent: JSON that every reader takes."""
+    with LedgerReader(folder / FILE) as ledger:
+        (wanted,) = ledger.rows("SELECT (SELECT count(*) FROM events) + (SELECT count(*) FROM commands) AS n")
+    assert len(journal(folder)) == wanted["n"]
+    written = [line for path in folder.glob("facilities/*/journal.jsonl") for line in path.read_text().splitlines()]
+    assert len([strictly(line) for line in written]) > 4
+    orders = [json.loads(order.read_text()) for order in folder.glob("facilities/*/jobs/*/order.json")]
+    assert {order["protocol"] for order in orders} == {PROTOCOL}, "one number from the coordinator to the job"
 
 
 def test_only_declared_tensors_travel_and_state_stays_at_the_facility(config: Path) -> None:

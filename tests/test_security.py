@@ -438,7 +438,7 @@ def test_a_facility_enrols_with_the_coordinators_own_certificate(way: str, serve
     home = tmp_path / "home"
     held = Enrolment.load(home)
     assert (held.facility, held.certificate) == ("south-1", served.certificate.read_text())
-    assert "protocol" in held.client(home, None).call("GET", "/v1/health")
+    assert held.client(home, None).call("GET", "/v1/health")["protocol"] == fedqueue.PROTOCOL
     used = cli("enroll", str(config), said=invited.stdout)
     assert used.returncode == CoordinatorRefusedError.exit_code
     assert "used already" in used.stderr

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue import PROTOCOL
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.answers import MOST_ORDERS, checked_answer
@@ -23,7 +24,7 @@ from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.foreseeing import Foreseeing
 from fedqueue.runtime.jobfolder import JobFolder, script
 from fedqueue.runtime.journal import Lease
-from fedqueue.runtime.reports import MOST_REPORTS, PROTOCOL, REASON_LENGTH
+from fedqueue.runtime.reports import MOST_REPORTS, REASON_LENGTH
 from fedqueue.runtime.schedulers import (
     JobRequest,
     SchedulerUnreachableError,

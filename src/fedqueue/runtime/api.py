@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from fedqueue import __version__
+from fedqueue import PROTOCOL, __version__
 from fedqueue.errors import ConfigError
 from fedqueue.runtime.access import OPERATOR, Access
 from fedqueue.runtime.blobs import BlobConflict, BlobError, have, receive, send_file
@@ -31,7 +31,7 @@ from fedqueue.runtime.coordinator import Coordinator, Refused
 from fedqueue.runtime.desk import Desk
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.limits import Limits, Uploads
-from fedqueue.runtime.reports import PROTOCOL, Foreseen, Handin, Poll, Scored, Started, one_line
+from fedqueue.runtime.reports import Foreseen, Handin, Poll, Scored, Started, one_line
 from fedqueue.runtime.schema import BIGGEST, LONGEST, openapi
 from fedqueue.runtime.status import status
 from fedqueue.settings import read

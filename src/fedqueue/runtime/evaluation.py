@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedqueue import PROTOCOL
 from fedqueue.errors import StorageError
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.jobfolder import JobFolder, script
-from fedqueue.runtime.reports import PROTOCOL
 from fedqueue.runtime.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.runtime.shelf import Shelf
 from fedqueue.runtime.station import Station

@@ -26,9 +26,6 @@ from fedqueue.messages import (
     job_id,
 )
 
-PROTOCOL: Final = 1
-"""Goes with every request. A coordinator takes this one and the one before."""
-
 REASON_LENGTH: Final = 500
 MOST_REPORTS: Final = 1000  # in one poll
 MOST_ATTEMPTS: Final = 10_000

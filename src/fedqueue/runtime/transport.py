@@ -28,12 +28,11 @@ from urllib3.exceptions import HTTPError
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 from urllib3.util import make_headers
 
-from fedqueue import __version__
+from fedqueue import PROTOCOL, __version__
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.runtime.link import coordinator_url, proxy_for, trust
 from fedqueue.runtime.part import Part
 
-PROTOCOL: Final = "1"
 PIECE_BYTES: Final = 64 << 20
 """Of an upload, in one request."""
 BUFFER_BYTES: Final = 1 << 20
@@ -266,7 +265,7 @@ class Client:
     @contextmanager
     def _request(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Iterator[BaseHTTPResponse]:
         """The answer, with its body still to be read; whatever goes wrong with the wire is `Unreachable`."""
-        sent = {"User-Agent": f"fedqueue/{__version__}", "FedQueue-Protocol": PROTOCOL, **headers}
+        sent = {"User-Agent": f"fedqueue/{__version__}", "FedQueue-Protocol": str(PROTOCOL), **headers}
         if self.credential is not None:
             sent["Authorization"] = f"Bearer {self.credential}"
         response: BaseHTTPResponse | None = None

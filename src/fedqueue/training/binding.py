@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedqueue import PROTOCOL
 from fedqueue.fit import StandingWork, fit, linger_until
 from fedqueue.training.distributed import Ranks
 from fedqueue.training.handin import (
@@ -26,7 +27,6 @@ from fedqueue.training.handin import (
     write_json,
 )
 
-PROTOCOL = 1
 DRY_RUN_FOLDER = "fedqueue-dry-run"
 DRY_RUN_KEYS = ("model", "steps", "learning_rate", "seconds")
 
