@@ -23,9 +23,9 @@ check: $(READY)
 benchmark: $(READY)
 	$(BIN)/python -m benchmarks --json benchmarks/results.json
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml reproduction/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable reproduction
 	touch $@
 
 clean:

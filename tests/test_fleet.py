@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
-from fedqueue.sim.fleet import run_many
 from fedqueue.sim.runner import Learned, simulate
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.slots import SlotJob, Slots, why_not_in_slots
-from fedqueue.training.stacked import Stack, cross_entropy, keyed_drop, why_not
 from fedqueue.training.workload import load_workload
+from fedqueue_reproduction.fleet import run_many
+from fedqueue_reproduction.slots import SlotJob, Slots, why_not_in_slots
+from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 from tests.conftest import STRATEGY_NAMES, facility
 
 

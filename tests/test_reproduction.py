@@ -13,16 +13,16 @@ from fedqueue.cli import main
 from fedqueue.errors import ConfigError
 from fedqueue.metrics import target_key
 from fedqueue.report.style import styled
-from fedqueue.study import experiment as files
-from fedqueue.study import page, results
-from fedqueue.study.claims import Check, Comparison, Runs, assess, check, compare, condense, judge, sign_test
-from fedqueue.study.experiment import Experiment
-from fedqueue.study.figures import pictures
-from fedqueue.study.findings import findings_of, read_findings
-from fedqueue.study.lemma import check_bound
-from fedqueue.study.results import Results
-from fedqueue.study.tables import figure_tables
-from fedqueue.study.wording import gain, versus
+from fedqueue_reproduction import experiment as files
+from fedqueue_reproduction import page, results
+from fedqueue_reproduction.claims import Check, Comparison, Runs, assess, check, compare, condense, judge, sign_test
+from fedqueue_reproduction.experiment import Experiment
+from fedqueue_reproduction.figures import pictures
+from fedqueue_reproduction.findings import findings_of, read_findings
+from fedqueue_reproduction.lemma import check_bound
+from fedqueue_reproduction.results import Results
+from fedqueue_reproduction.tables import figure_tables
+from fedqueue_reproduction.wording import gain, versus
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "experiments"
@@ -407,7 +407,7 @@ def test_every_claim_figure_and_picture_of_an_experiment_is_about_what_its_runs_
         assert all(isinstance(one, kind) for one in judgement.each)
     if not experiment.grids:
         assert " - |" not in figure_tables(found), "a figure that no record has"
-        assert pictures(found), "an experiment without a figure: see study/figures.py"
+        assert pictures(found), "an experiment without a figure: see figures.py"
     for picture in pictures(found):
         with styled():
             drawn = [axes for axes in picture.make().axes if axes.lines or axes.patches]

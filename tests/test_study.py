@@ -19,12 +19,12 @@ import scipy.stats
 from fedqueue.cli import main
 from fedqueue.comparison import estimate
 from fedqueue.errors import ConfigError
-from fedqueue.study import experiment as files
-from fedqueue.study import results
-from fedqueue.study.execute import execute, runs_of
-from fedqueue.study.record import fingerprint, interpolate
-from fedqueue.study.results import Results
-from fedqueue.study.tuning import ranked, winner_for
+from fedqueue_reproduction import experiment as files
+from fedqueue_reproduction import results
+from fedqueue_reproduction.execute import execute, runs_of
+from fedqueue_reproduction.record import fingerprint, interpolate
+from fedqueue_reproduction.results import Results
+from fedqueue_reproduction.tuning import ranked, winner_for
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 FILES = [path for path in sorted(EXPERIMENTS.glob("*.toml")) if "title" in path.read_text().splitlines()[0]]

@@ -124,3 +124,18 @@ def replay(folder: Path) -> int:
     if number == 0:
         raise RunFolderError(f"{folder}: its ledger has no event; the run was cut off before anything was written")
     return number
+
+
+def rounded(value: Any) -> Any:
+    """The same with floats of six significant digits.
+
+    >>> rounded({"a": [0.12345678, 3]})
+    {'a': [0.123457, 3]}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value

@@ -13,8 +13,8 @@ import sqlite3
 import sys
 import textwrap
 import threading
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 from fedqueue import __version__
 from fedqueue.cli import (
@@ -32,16 +32,16 @@ from fedqueue.cli import (
     plan,
     replay,
     report,
-    reproduce,
     retrace,
     run,
     serve,
     simulate,
 )
 from fedqueue.errors import FedQueueError, ProtocolError, StorageError
+from fedqueue.plugins import plugins
 
-_COMMANDS: tuple[Any, ...] = (
-    *(demo, init, simulate, compare, reproduce, bound, plan, history, forecast),
+_OURS: Final[tuple[Any, ...]] = (
+    *(demo, init, simulate, compare, bound, plan, history, forecast),
     *(run, report, replay, retrace, journal, doctor),
     *(serve, enroll, agent, *operate.VERBS),
 )
@@ -71,7 +71,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(more: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """`more`: commands by name, beside ours and those of installed packages."""
     parser = _Parser(
         prog="fedqueue",
         description="Federated learning across supercomputers, where every participant waits in a batch queue.",
@@ -80,8 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedqueue {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+    ours = {command.__name__.rpartition(".")[2]: command for command in _OURS}
+    for name, command in {**plugins("commands"), **(more or {}), **ours}.items():
         sub = commands.add_parser(
             name,
             help=command.HELP,
@@ -93,12 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+def main(argv: Sequence[str] | None = None, more: Mapping[str, Any] | None = None) -> int:
+    """Run one command; returns its exit code. `more`: see `make_parser`."""
     for name in ("stdout", "stderr"):  # closed by whoever started us
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    args = make_parser().parse_args(argv)
+    args = make_parser(more).parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)  # asked to end: the same as Ctrl-C
     try:

@@ -12,7 +12,7 @@ from fedqueue.planning.candidates import Candidate
 from fedqueue.planning.search import Trial, difference
 from fedqueue.planning.shapes import PAYS
 from fedqueue.planning.words import amount, change, duration, percent
-from fedqueue.study.record import rounded
+from fedqueue.runs import rounded
 
 WIDTH = 100
 

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from fedqueue.errors import ConfigError
-from fedqueue.study import results
-from fedqueue.study.experiment import Cell, Experiment, Row, load, setting_text
+from fedqueue_reproduction import results
+from fedqueue_reproduction.experiment import Cell, Experiment, Row, load, setting_text
 
 NEVER: Final = 2.0  # a run that never reached the target counts as so many times its length
 

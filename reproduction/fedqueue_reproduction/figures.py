@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from fedqueue.report.style import strategy_colours
-from fedqueue.study.claims import Sample, sample
-from fedqueue.study.drawing import (
+from fedqueue_reproduction.claims import Sample, sample
+from fedqueue_reproduction.drawing import (
     Dot,
     Line,
     Panel,
@@ -19,9 +19,9 @@ from fedqueue.study.drawing import (
     shades,
     sweep_figure,
 )
-from fedqueue.study.experiment import Row, setting_text
-from fedqueue.study.findings import Findings
-from fedqueue.study.wording import head, is_score, per_cent
+from fedqueue_reproduction.experiment import Row, setting_text
+from fedqueue_reproduction.findings import Findings
+from fedqueue_reproduction.wording import head, is_score, per_cent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

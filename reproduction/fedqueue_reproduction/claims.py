@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, Final, Literal
 
 from fedqueue.comparison import estimate
-from fedqueue.study.experiment import Claim, Experiment, matches, setting_text
+from fedqueue_reproduction.experiment import Claim, Experiment, matches, setting_text
 
 Record = Mapping[str, Any]
 Verdict = Literal["holds", "does not hold", "no difference seen", "not measured", "agrees", "differs"]

@@ -25,10 +25,10 @@ from fedqueue.errors import ConfigError, TaskError
 from fedqueue.messages import Aggregate, Assignment
 from fedqueue.sim.learning import Key, Learning, luck_of
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.slots import Scorer, SlotJob, Slots, put, why_not_in_slots
-from fedqueue.training.stacked import Stack
 from fedqueue.training.tasks import chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
+from fedqueue_reproduction.slots import Scorer, SlotJob, Slots, put, why_not_in_slots
+from fedqueue_reproduction.stacked import Stack
 
 T = TypeVar("T")
 

@@ -19,9 +19,8 @@ from fedqueue.engine import Listener
 from fedqueue.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
 from fedqueue.metrics import Tally, target_key
 from fedqueue.predict.base import quantile_of
+from fedqueue.runs import rounded
 from fedqueue.sim.runner import Learned, simulate
-
-DIGITS: Final = 6
 
 Point = tuple[float, float, int, int]
 """Of a curve: seconds, score, local steps so far, model transfers so far."""
@@ -40,7 +39,7 @@ def run_record(
     """Run it, without a folder; `keep` names what the record also holds ("arrivals", "errors", "staleness")."""
     recorder = Recorder(config)
     summary = simulate(config, listeners=[recorder, *listeners], learned=learned)
-    del summary["strategy"], summary["seed"]
+    del summary["strategy"], summary["seed"], summary["score"]["not_finite"]
     record: dict[str, Any] = rounded({**summary, **recorder.figures()})
     details = recorder.details()
     return record | {name: details[name] for name in details if name in keep}
@@ -130,21 +129,6 @@ def interpolate(curve: Sequence[Point], target: float) -> float | None:
             return before[0] + (at - before[0]) * (target - before[1]) / (score - before[1])
         before = (at, score)
     return None
-
-
-def rounded(value: Any) -> Any:
-    """The same with floats of six significant digits.
-
-    >>> rounded({"a": [0.12345678, 3]})
-    {'a': [0.123457, 3]}
-    """
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value
 
 
 def _set_ones(value: Any) -> Any:

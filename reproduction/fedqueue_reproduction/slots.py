@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.stacked import Stack, cross_entropy, keyed_drop, quick, why_not
 from fedqueue.training.workload import Samples, Workload
+from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, quick, why_not
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam as torch has it by default
 NO_SAMPLE = -1

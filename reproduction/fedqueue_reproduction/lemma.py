@@ -13,9 +13,9 @@ from statistics import fmean, pstdev
 from typing import Any, Final
 
 from fedqueue.bound import lemma_bound, sharper_bound
-from fedqueue.study.experiment import Cell
-from fedqueue.study.findings import Findings
 from fedqueue.tails import reach
+from fedqueue_reproduction.experiment import Cell
+from fedqueue_reproduction.findings import Findings
 
 GAMMA: Final = 0.2  # the paper's
 EPSILON: Final = 0.05

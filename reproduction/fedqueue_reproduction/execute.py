@@ -15,8 +15,8 @@ from fedqueue.errors import ConfigError, FedQueueError, ProtocolError
 from fedqueue.messages import Command, Event
 from fedqueue.processes import run_all
 from fedqueue.sim.runner import TIMING, Learned
-from fedqueue.study.experiment import Cell, Experiment
-from fedqueue.study.record import fingerprint, run_record
+from fedqueue_reproduction.experiment import Cell, Experiment
+from fedqueue_reproduction.record import fingerprint, run_record
 
 Device = Literal["cpu", "cuda"]
 
@@ -122,7 +122,7 @@ def check_device(device: Device) -> str | None:
 def _on_one_device(runs: Sequence[Run], go_on: Callable[[], bool]) -> Iterator[tuple[Run, dict[str, Any]]]:
     if not runs:
         return
-    from fedqueue.sim.fleet import run_many
+    from fedqueue_reproduction.fleet import run_many
 
     def work(number: int, learned: Learned) -> dict[str, Any] | None:
         return _record(runs[number], configs[number], learned) if go_on() else None

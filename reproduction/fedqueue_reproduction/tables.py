@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from fedqueue.study.claims import Check, Comparison, Judgement, Runs, check, condense, sample
-from fedqueue.study.experiment import Claim, Experiment, Row, setting_text
-from fedqueue.study.findings import Findings
-from fedqueue.study.lemma import EPSILON, GAMMA, bound_checks
-from fedqueue.study.tuning import ranked
-from fedqueue.study.wording import beside, cell, count, gain, head, number, span, versus
+from fedqueue_reproduction.claims import Check, Comparison, Judgement, Runs, check, condense, sample
+from fedqueue_reproduction.experiment import Claim, Experiment, Row, setting_text
+from fedqueue_reproduction.findings import Findings
+from fedqueue_reproduction.lemma import EPSILON, GAMMA, bound_checks
+from fedqueue_reproduction.tuning import ranked
+from fedqueue_reproduction.wording import beside, cell, count, gain, head, number, span, versus
 
 MOST_TABLES: Final = 4  # settings that get a table each; more are the lines of one table a figure
 MOST_LINES: Final = 6  # settings that a claim lists one by one

@@ -23,15 +23,15 @@ from typing import Any, Final
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedqueue.cli import terminal
-from fedqueue.cli.experiments import show_list, show_results
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.machine import invoked, provenance
-from fedqueue.study import experiment as files
-from fedqueue.study import results
-from fedqueue.study.execute import Meter, Run, check_device, execute, runs_of
-from fedqueue.study.experiment import Experiment
-from fedqueue.study.results import Results
-from fedqueue.study.tuning import winner_for
+from fedqueue_reproduction import experiment as files
+from fedqueue_reproduction import results
+from fedqueue_reproduction.execute import Meter, Run, check_device, execute, runs_of
+from fedqueue_reproduction.experiment import Experiment
+from fedqueue_reproduction.listing import show_list, show_results
+from fedqueue_reproduction.results import Results
+from fedqueue_reproduction.tuning import winner_for
 
 HELP = "the experiments of the paper, with its figures beside ours"
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_page(args: argparse.Namespace) -> None:
-    from fedqueue.study import page  # draws: nobody else here needs matplotlib
+    from fedqueue_reproduction import page  # draws: nobody else here needs matplotlib
 
     folder = files.folder()
     written = page.write(folder, args.results or folder / results.FOLDER, args.docs or folder.parent / "docs")

@@ -8,12 +8,12 @@ from statistics import fmean
 from typing import Final
 
 from fedqueue.bound import lemma_bound, sharper_bound
-from fedqueue.study.claims import Comparison, Judgement, Overall, compare, condense, judge
-from fedqueue.study.experiment import Claim, matches, setting_text
-from fedqueue.study.findings import Findings
-from fedqueue.study.lemma import GAMMA, bound_checks
-from fedqueue.study.tables import short_label, subject, table
-from fedqueue.study.wording import count, head, listed, span, versus
+from fedqueue_reproduction.claims import Comparison, Judgement, Overall, compare, condense, judge
+from fedqueue_reproduction.experiment import Claim, matches, setting_text
+from fedqueue_reproduction.findings import Findings
+from fedqueue_reproduction.lemma import GAMMA, bound_checks
+from fedqueue_reproduction.tables import short_label, subject, table
+from fedqueue_reproduction.wording import count, head, listed, span, versus
 
 OURS: Final = "jit"
 MAIN: Final = ("synthetic", "ablation", "variability", "margin")

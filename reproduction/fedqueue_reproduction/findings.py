@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from fedqueue.config import read_tree
-from fedqueue.study import results
-from fedqueue.study.claims import Judgement, Runs, assess
-from fedqueue.study.experiment import Claim, Experiment, Row, load, matches, setting_text
-from fedqueue.study.results import Results
+from fedqueue_reproduction import results
+from fedqueue_reproduction.claims import Judgement, Runs, assess
+from fedqueue_reproduction.experiment import Claim, Experiment, Row, load, matches, setting_text
+from fedqueue_reproduction.results import Results
 
 # By how much hangs on them; others follow by name.
 ORDER: Final = (

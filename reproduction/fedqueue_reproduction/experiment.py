@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import Final, Literal
 
-import fedqueue
 from fedqueue import config as run_config
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
@@ -265,7 +264,7 @@ def matches(setting: Mapping[str, str], only: Only) -> bool:
 def folder() -> Path:
     """Where experiments are looked for: in ./experiments, or in the source tree that this package belongs to."""
     here = Path(FOLDER)
-    beside = Path(fedqueue.__file__).parents[2] / FOLDER
+    beside = Path(__file__).parents[2] / FOLDER
     return here if here.is_dir() or not beside.is_dir() else beside
 
 

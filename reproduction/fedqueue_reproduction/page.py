@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.report.style import save_png, styled
-from fedqueue.study.figures import pictures
-from fedqueue.study.findings import Findings, read_findings
-from fedqueue.study.summary import summary
-from fedqueue.study.tables import agreement, claim_table, figure_tables, lemma_table, winner_table
-from fedqueue.study.wording import count, listed
+from fedqueue_reproduction.figures import pictures
+from fedqueue_reproduction.findings import Findings, read_findings
+from fedqueue_reproduction.summary import summary
+from fedqueue_reproduction.tables import agreement, claim_table, figure_tables, lemma_table, winner_table
+from fedqueue_reproduction.wording import count, listed
 
 FILE: Final = "reproduction.md"
 IMAGES: Final = Path("images") / "reproduction"

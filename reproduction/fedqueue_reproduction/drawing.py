@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedqueue.report.style import FAINT, INK, PAPER, new_figure
-from fedqueue.study.claims import Sample
+from fedqueue_reproduction.claims import Sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fedqueue.study.claims import Check, Comparison, Sample, lower_is_better
-from fedqueue.study.experiment import AT_TARGET
+from fedqueue_reproduction.claims import Check, Comparison, Sample, lower_is_better
+from fedqueue_reproduction.experiment import AT_TARGET
 
 # Head of a column; digits after the point; what is better and worse than another in it; whether it is compared by the
 # difference itself (a share, a score) and not in per cent of the other.
@@ -65,7 +65,7 @@ def cell(key: str, sample: Sample) -> str:
     """Mean and half width of its 95 % interval. Where some seeds never reached the target, the median over all seeds
     (a bound, if most never did) and how many did.
 
-    >>> from fedqueue.study.claims import Reading, sample
+    >>> from fedqueue_reproduction.claims import Reading, sample
     >>> cell("time_to.0.95", sample([Reading(10.0), Reading(20.0)]))
     '15.0 ± 63.5'
     >>> cell("time_to.0.95", sample([Reading(10.0), Reading(20.0), Reading(200.0, reached=False)]))

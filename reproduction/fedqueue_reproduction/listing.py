@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedqueue.cli import terminal
-from fedqueue.study import experiment as files
-from fedqueue.study import results
-from fedqueue.study.claims import Runs, sample
-from fedqueue.study.experiment import Experiment, matches, setting_text
-from fedqueue.study.tuning import ranked
-from fedqueue.study.wording import cell, count, head, number
+from fedqueue_reproduction import experiment as files
+from fedqueue_reproduction import results
+from fedqueue_reproduction.claims import Runs, sample
+from fedqueue_reproduction.experiment import Experiment, matches, setting_text
+from fedqueue_reproduction.tuning import ranked
+from fedqueue_reproduction.wording import cell, count, head, number
 
 PAPER = "  in the paper"
 HEADING = 13  # columns of a heading, before it goes on in the next line
