@@ -18,6 +18,7 @@ from typing import Any, Literal
 from fedqueue.checks import at_least, more_than, share
 from fedqueue.errors import ConfigError
 from fedqueue.plan import FailurePolicy
+from fedqueue.plugins import register_rules
 from fedqueue.runtime.schedulers.settings import SchedulerSettings
 from fedqueue.settings import read
 from fedqueue.strategies import STRATEGIES
@@ -312,7 +313,8 @@ def _read_options(given: Any) -> dict[str, Any]:
 
 
 def import_modules(run: Any, where: str, folder: Path) -> None:
-    """Import run.modules, which may lie beside the config file, so that what they register is known."""
+    """Make known what installed packages add, and what run.modules register, which may lie beside the config file."""
+    register_rules()
     names = run.get("modules", []) if isinstance(run, Mapping) else []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"{where}: run.modules: must be a list of module names, found {names!r}")

@@ -12,7 +12,7 @@ import difflib
 import types
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedqueue.errors import ConfigError
 
@@ -34,7 +34,7 @@ def read(kind: type[T], given: Any, where: str) -> T:
     for key in given:
         if key not in fields:
             raise ConfigError(f"{where}.{key}: unknown key; {_hint(str(key), list(fields))}")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     values = {}
     for name, field in fields.items():
         if name in given:
@@ -51,6 +51,8 @@ def _value(hint: Any, given: Any, where: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _one_of_several(inner, given, where)
+    if origin is Annotated:  # a union, and a function that gives further members of it
+        return _one_of_several((*get_args(inner[0]), *inner[1]()), given, where)
     if origin is Literal:
         if given in inner:
             return given

@@ -6,7 +6,7 @@ algorithm does, or a quantile. To add one: write its file, and name it in `PREDI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from fedqueue.predict.base import LEVELS, Forecast, Predictor
@@ -20,7 +20,7 @@ from fedqueue.predict.rolling_median import RollingMedian
 from fedqueue.predict.rolling_quantile import RollingQuantile
 from fedqueue.predict.static import Static
 
-PREDICTORS: Final[Mapping[str, Callable[[float | None, float], Predictor]]] = {
+PREDICTORS: Final[dict[str, Callable[[float | None, float], Predictor]]] = {
     "static": lambda first, smoothing: Static(first),
     "ewma": Ewma,
     "log-ewma": LogEwma,

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue import plugins
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.errors import RunFolderError, StorageError
@@ -43,6 +44,7 @@ def coordinate(
         listener = listen(config)
         stack.callback(listener.close)
         told = False
+        listeners = [*listeners, *plugins.listeners(config, folder)]
         while True:
             try:
                 ensure_ledger(config, folder)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedqueue import plugins
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.errors import FedQueueError
@@ -51,7 +52,7 @@ def simulate(
     if folder is not None:
         meta = describe(config, plan, seed=seed, driver="simulation")
         ledger = Ledger(folder / FILE, {**meta, "roles": special(learning.roles)}, durable=False)
-    listening: list[Listener] = [tally, *listeners]
+    listening: list[Listener] = [tally, *listeners, *plugins.listeners(config, folder)]
     if ledger is not None:
         listening.insert(0, ledger)
     try:

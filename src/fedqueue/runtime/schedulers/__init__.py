@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedqueue.plugins import plugins
 from fedqueue.runtime.schedulers.base import (
     JobRequest,
     JobStatus,
@@ -48,6 +49,10 @@ __all__ = [
 
 def make_scheduler(settings: SchedulerSettings, home: Path) -> Scheduler:
     """The adapter for these settings; `home` is the agent's folder."""
+    for outside in plugins("schedulers").values():
+        if type(settings) is outside.Settings:
+            made: Scheduler = outside(settings, home)
+            return made
     if isinstance(settings, SlurmSettings):
         return SlurmScheduler(settings)
     if isinstance(settings, PbsSettings):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil, floor
-from typing import Literal
+from typing import Annotated, Literal
 
 from fedqueue.checks import at_least, more_than
+from fedqueue.plugins import plugins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,12 @@ class LocalSettings:
         _check_limits(self)
 
 
-SchedulerSettings = SlurmSettings | PbsSettings | SgeSettings | LocalSettings
+def _from_outside() -> list[type]:
+    return [scheduler.Settings for scheduler in plugins("schedulers").values()]
+
+
+SchedulerSettings = Annotated[SlurmSettings | PbsSettings | SgeSettings | LocalSettings, _from_outside]
+"""Or what a scheduler from outside has: its `kind`, `min_wall_seconds` and `max_wall_seconds` are used."""
 
 GRANULARITY = {"slurm": 60.0, "pbs": 1.0, "sge": 1.0}  # seconds in which wall time is counted
 
