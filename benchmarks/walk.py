@@ -1,0 +1,152 @@
+"""Which files of the package does one real round enter? `python -m benchmarks.walk`
+
+A run on this machine (`fedqueue run`, the published strategy, two facilities) is followed in all its processes:
+coordinator, scorer, agents and jobs. From one model to the next, every function of ours that is called names its file.
+Imports do not count, since they are no steps of the walk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import fedqueue
+
+PACKAGE = Path(fedqueue.__file__).parent
+
+CONFIG = """
+[run]
+strategy = "fedqueue"
+rounds = 5
+round_length = 12.0
+learning_rate = 0.003
+
+[task]
+name = "digits"
+
+[[facility]]
+name = "north"
+queue = { kind = "fixed", delay = 0.5 }
+
+[[facility]]
+name = "south"
+queue = { kind = "fixed", delay = 1.0 }
+"""
+
+# Every Python process imports this by itself when it starts.
+FOLLOWER = '''
+import atexit, os, sys, threading, time
+
+PACKAGE, NOTES = os.environ["WALK_PACKAGE"] + os.sep, os.environ["WALK_NOTES"]
+MARK = os.path.join(NOTES, "walking")
+walking, seen = [False], {}
+FUNCTION = 1  # CO_OPTIMIZED: modules and classes have it not
+
+def follow(frame, event, argument):
+    if walking[0] and event == "call":
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and code.co_flags & FUNCTION and code.co_filename not in seen:
+            while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+                frame = frame.f_back
+            if frame is None:  # nobody imports it just now
+                seen[code.co_filename] = code.co_name
+
+def write():
+    with open(os.path.join(NOTES, f"{os.getpid()}.txt"), "w") as notes:
+        notes.write(" ".join(sys.argv[:3]) + "\\n")
+        notes.writelines(f"{name[len(PACKAGE):]} {function}\\n" for name, function in list(seen.items()))
+
+def watch():
+    written = 0
+    while True:
+        walking[0] = os.path.exists(MARK)
+        if len(seen) != written:
+            written = len(seen)
+            write()
+        time.sleep(0.02)
+
+walking[0] = os.path.exists(MARK)
+threading.setprofile(follow)
+threading.Thread(target=watch, daemon=True).start()
+sys.setprofile(follow)
+atexit.register(write)
+'''
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="fedqueue")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        found = walk(Path(name), args.strategy)
+    files = sorted({file for who in found.values() for file in who})
+    for who, seen in found.items():
+        print(f"{who}: {len(seen)}")
+    for file in files:
+        print(f"  {file}  ({', '.join(who for who, seen in found.items() if file in seen)})")
+    print(f"{len(files)} files")
+    return 0
+
+
+def walk(folder: Path, strategy: str = "fedqueue") -> dict[str, set[str]]:
+    """The files that each kind of process enters between two models of a real run."""
+    notes = folder / "notes"
+    notes.mkdir()
+    (folder / "sitecustomize.py").write_text(FOLLOWER)
+    (folder / "walk.toml").write_text(CONFIG)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent)]),
+        "WALK_PACKAGE": str(PACKAGE),
+        "WALK_NOTES": str(notes),
+    }
+    argv = [sys.executable, "-m", "fedqueue", "run", "walk.toml", "--out", "run", "--no-plots", "--strategy", strategy]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        _wait_for_job_after_model(folder, 2, process)
+        (notes / "walking").touch()
+        _wait_for_job_after_model(folder, 3, process)
+        (notes / "walking").unlink()
+        process.wait(timeout=120)
+    finally:
+        process.kill()
+    found: dict[str, set[str]] = {}
+    for path in notes.glob("*.txt"):
+        first, *lines = path.read_text().splitlines()
+        found.setdefault(_who(first), set()).update(line.split()[0] for line in lines)
+    return {who: seen for who, seen in sorted(found.items()) if seen}
+
+
+def _wait_for_job_after_model(folder: Path, version: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a job has started from this version: from one such moment to the next is one round."""
+    query = """SELECT count(*) FROM events WHERE kind = 'JobStarted' AND seq > (SELECT seq FROM events
+               WHERE kind = 'ModelReady' AND json_extract(body, '$.version') = ?)"""
+    while process.poll() is None:
+        try:
+            ledger = sqlite3.connect(f"file:{folder / 'run/ledger.sqlite'}?mode=ro", uri=True)
+            started = ledger.execute(query, (version,)).fetchone()[0]
+            ledger.close()
+            if started:
+                return
+        except sqlite3.Error:
+            pass  # it is not there yet
+        time.sleep(0.05)
+    raise RuntimeError(f"the run ended before its model {version}: {(folder / 'log').read_text()[-500:]}")
+
+
+def _who(command: str) -> str:
+    for word, who in (("scorer", "scorer"), ("worker", "job"), ("localjob", "local queue"), (" agent", "agent")):
+        if word in command:
+            return who
+    return "coordinator"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
