@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.jobfolder import JobFolder
 from fedqueue.runtime.reports import REASON_LENGTH
 from fedqueue.runtime.schedulers import Scheduler, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.runtime.works import Memory, Notes, Work
+
+MOST_DOUBLINGS: Final = 10
+"""Of the time between two cancels of one job."""
 
 
 class Station:
@@ -93,11 +96,19 @@ class Station:
         )
 
     def cancel(self, work: Work) -> bool:
+        """Ask for the end of a job, once. PBS begins its delay from SIGTERM to SIGKILL anew each time it is asked, so a
+        job that hangs would never end; a scheduler may also forget what it was asked. So it is asked again when twice
+        the delay has passed, then after twice as long: however wrong the delay in the config is, the job ends."""
+        if work.cancel_sent_at is not None:
+            patience = self.scheduling.kill_delay_seconds * 2.0 ** min(work.cancels_sent, MOST_DOUBLINGS)
+            if 0 <= time.time() - work.cancel_sent_at < patience:  # less than 0: the clock was set back
+                return True
         try:
             self.scheduler.cancel(work.scheduler_id or "")
         except SchedulerUnreachableError as error:
             self.trouble("scheduler", f"the scheduler did not answer: {error}")
             return False
+        self.notes.note({"kind": "cancel_sent", "sequence": work.sequence, "at": time.time()})
         return True
 
     def held(self, work: Work) -> float:

@@ -28,6 +28,8 @@ class Work:
     admission_delay: float = 0.0  # of that attempt
     ended: int = -1  # newest attempt whose end was reported
     cancelled: bool = False
+    cancels_sent: int = 0  # to the scheduler
+    cancel_sent_at: float | None = None  # the last of them
     missing_since: float | None = None  # monotonic: it has ended or is not known, and has no result
 
     @property
@@ -90,6 +92,9 @@ class Notes:
                 work.scheduler_id, work.submitted_at = entry["id"], entry["at"]
             case "cancel":
                 memory.works[entry["sequence"]].cancelled = True
+            case "cancel_sent":
+                work = memory.works[entry["sequence"]]
+                work.cancels_sent, work.cancel_sent_at = work.cancels_sent + 1, entry["at"]
             case "report":
                 memory.newest_report = entry["n"]
                 memory.reports[entry["n"]] = {**entry["report"], "at": entry["at"]}

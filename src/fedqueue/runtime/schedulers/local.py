@@ -112,6 +112,7 @@ class LocalScheduler:
             "script": str(request.script),
             "folder": str(request.folder),
             "wall_seconds": clamp_wall(request.wall_seconds, self.settings),
+            "kill_delay_seconds": self.settings.kill_delay_seconds,
             "extra_wait": waits[number % len(waits)] if waits else 0.0,
             "after_lock": None if request.after is None else str(self._folder(request.after) / "lock"),
             "slots": self.settings.slots,

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 
-GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.05  # seconds between two looks for a free slot
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)  # blocked, and taken only where we wait
 
@@ -99,6 +98,7 @@ class Job:
     def run(self) -> tuple[str, int]:
         """(outcome, exit code) of the script."""
         deadline = time.monotonic() + self.record["wall_seconds"]
+        delay = self.record["kill_delay_seconds"]
         child = start(self.record["script"], self.record["folder"])
         self.write(phase="running", started_at=time.time(), group=child, group_started=started_ticks(child))
         while True:
@@ -109,10 +109,10 @@ class Job:
             try:
                 pause(min(1.0, max(0.0, deadline - time.monotonic())), until_child=True)
             except (Cancelled, Requeued):
-                stop(child, GRACE)
+                stop(child, delay)
                 raise
             if time.monotonic() >= deadline:
-                return "timeout", stop(child, GRACE)
+                return "timeout", stop(child, delay)
 
 
 def pause(seconds: float, until_child: bool = False) -> None:

@@ -29,6 +29,7 @@ class SlurmSettings:
     min_wall_seconds: float = 60.0
     max_wall_seconds: float | None = None
     timeout_seconds: float = 30.0  # of each call; a Slurm without its controller takes 18 s to say so
+    kill_delay_seconds: float = 30.0  # from SIGTERM to SIGKILL when a job is cancelled: KillWait of slurm.conf
 
     def __post_init__(self) -> None:
         at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
@@ -51,6 +52,7 @@ class PbsSettings:
     min_wall_seconds: float = 60.0
     max_wall_seconds: float | None = None
     timeout_seconds: float = 30.0
+    kill_delay_seconds: float = 10.0  # from SIGTERM to SIGKILL when a job is cancelled: kill_delay of the queue
 
     def __post_init__(self) -> None:
         at_least(self, 1, "nodes", "cpus_per_node")
@@ -73,6 +75,7 @@ class SgeSettings:
     min_wall_seconds: float = 60.0
     max_wall_seconds: float | None = None
     timeout_seconds: float = 30.0
+    kill_delay_seconds: float = 60.0  # until SIGKILL when a job is cancelled: notify of the queue
 
     def __post_init__(self) -> None:
         at_least(self, 1, "slots")
@@ -91,6 +94,7 @@ class LocalSettings:
     folder: str | None = None  # of the job records, on a local disk; None: under the agent's home
     min_wall_seconds: float = 1.0
     max_wall_seconds: float | None = None
+    kill_delay_seconds: float = 5.0  # from SIGTERM to SIGKILL when a job is cancelled
 
     def __post_init__(self) -> None:
         at_least(self, 1, "slots")
@@ -126,7 +130,7 @@ def clamp_wall(seconds: float, settings: SchedulerSettings) -> float:
 
 
 def _check_limits(settings: SchedulerSettings) -> None:
-    more_than(settings, 0, "min_wall_seconds")
+    more_than(settings, 0, "min_wall_seconds", "kill_delay_seconds")
     least = max(settings.min_wall_seconds, GRANULARITY.get(settings.kind, 0.0))
     at_least(settings, least, "max_wall_seconds")
     if not isinstance(settings, LocalSettings):
