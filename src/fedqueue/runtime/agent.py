@@ -34,7 +34,7 @@ from fedqueue.runtime.schedulers import (
 from fedqueue.runtime.shelf import Shelf
 from fedqueue.runtime.staging import stage_worker
 from fedqueue.runtime.station import Station
-from fedqueue.runtime.transport import Client, CoordinatorUnreachableError
+from fedqueue.runtime.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
 from fedqueue.runtime.watching import Watching
 from fedqueue.runtime.works import Memory, Notes, Work
 
@@ -57,6 +57,7 @@ class Agent:
         self._lease = Lease(home, max(LEAST_LEASE, 3 * config.agent.poll_seconds))
         self._session = secrets.token_hex(8)
         self._reached = False  # the coordinator, in this turn
+        self._met = False  # the coordinator, since we started
         self._client = client
         self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
         self._shelf = Shelf(home, client, self._station.trouble)
@@ -89,10 +90,13 @@ class Agent:
         self._reached = False
         try:
             self._lease.renew()
+            if not self._met:
+                self._tell_and_do()  # before anything is noted: was one of us set back?
             self._watching.look()
             self._evaluation.turn()
             self._foreseeing.turn()
-            self._tell_and_do()
+            if self._met:
+                self._tell_and_do()
             self._submit_what_waits()
         except (StorageError, OSError) as error:  # shared file systems have bad moments
             self._station.trouble("disk", str(error))
@@ -156,37 +160,77 @@ class Agent:
             "poll_seconds": self._station.settings.poll_seconds,
             "standing": self._shelf.standing_number,
             "open": sorted(self._memory.works)[:MOST_REPORTS],
+            "newest": self._memory.newest_report,
             "reports": reports,
             "leaving": leaving,
         }
 
     def _tell_and_do(self) -> None:
         memory = self._memory
-        numbers = sorted(memory.reports)[: MOST_REPORTS // 4]
-        reports = [self._said_now(n, memory.reports[n]) for n in numbers]
-        try:
-            answer = checked_answer(self._client.call("POST", "/v1/poll", self._poll_body(reports)))
-        except CoordinatorUnreachableError as error:
-            self._station.trouble("coordinator", f"the coordinator is out of reach: {error}")
+        answer = self._ask()
+        if answer is None:
             return
         received_at = time.time()
-        self._reached = True
         self._station.fine("coordinator")
-        if answer["received"] >= min(numbers, default=answer["received"] + 1):
-            self._station.notes.note({"kind": "received", "n": answer["received"]})
+        self._compare(answer["received"])
         if answer["over"] != memory.over:  # noted: who is killed on its way out need not find the coordinator again
             self._station.notes.note({"kind": "over", "reason": answer["over"]})
         for order in answer["orders"]:
             self._take_order(order)
         for sequence in answer["cancel"]:
             work = memory.works.get(sequence)
-            if work is not None and not work.cancelled:
+            if work is None:
+                self._cancel_unknown(sequence)
+            elif not work.cancelled:
                 self._cancel(work)
         self._shelf.want(answer["standing"], received_at)
         needed = [work.order["model"] for work in memory.works.values() if work.order["model"] is not None]
         self._evaluation.want(answer["evaluate"])
         self._shelf.keep([*needed, *self._evaluation.models()], self._taken())
         self._delivery.turn()
+
+    def _ask(self) -> dict[str, Any] | None:
+        """Tell what is new, and hear what is to be done; None: the coordinator does not know us yet, or is away."""
+        memory = self._memory
+        # At first no report of this process: the coordinator may have others of the same numbers from a lost journal.
+        numbers = [n for n in sorted(memory.reports) if self._met or n <= self._station.notes.found]
+        reports = [self._said_now(n, memory.reports[n]) for n in numbers[: MOST_REPORTS // 4]]
+        try:
+            answer = checked_answer(self._client.call("POST", "/v1/poll", self._poll_body(reports)))
+        except CoordinatorUnreachableError as error:
+            self._station.trouble("coordinator", f"the coordinator is out of reach: {error}")
+            return None
+        except CoordinatorRefusedError as error:
+            if "received" not in error.answer:
+                raise
+            self._met = True
+            self._follow_coordinator()
+            return None
+        self._reached = True
+        return answer
+
+    def _compare(self, received: int) -> None:
+        """The coordinator's newest report of ours, against ours: an older copy of either may have been restored."""
+        memory, notes = self._memory, self._station.notes
+        acknowledged = min(memory.reports, default=memory.newest_report + 1) - 1
+        if not self._met and received > notes.found:
+            self._station.say(
+                "the coordinator has heard of jobs that are not in the journal: this home was restored from an older "
+                "copy; the agent goes on from what is in it, and jobs that are not in it are given up"
+            )
+            notes.begin_anew(after=notes.found)
+        elif received < acknowledged:
+            self._follow_coordinator()
+        elif received > acknowledged:
+            notes.note({"kind": "received", "n": received})
+        self._met = True
+
+    def _follow_coordinator(self) -> None:
+        self._station.say(
+            "the coordinator has forgotten what it was told: its run folder was restored from an older copy; the agent "
+            "goes on with the jobs that the coordinator knows"
+        )
+        self._station.notes.begin_anew(after=self._memory.newest_report)
 
     def _taken(self) -> set[int]:
         """Versions that open jobs took from standing work."""
@@ -202,14 +246,21 @@ class Agent:
         return {"n": n, **said}
 
     def _take_order(self, order: dict[str, Any]) -> None:
-        sequence = order["sequence"]
-        if sequence <= self._memory.known or len(self._memory.works) >= MOST_ORDERS:
-            return  # the coordinator has not heard of what became of it
-        name = f"fq-{self._memory.journal_id[:8]}-{sequence}"
-        self._station.notes.note(
-            {"kind": "order", "sequence": sequence, "at": time.time(), "order": {**order, "name": name}}
-        )
-        failpoint("agent.ordered")
+        sequence, memory = order["sequence"], self._memory
+        if sequence in memory.works or any(r.get("sequence") == sequence for r in memory.reports.values()):
+            return  # the coordinator has not heard yet of what became of it
+        if sequence <= memory.known:
+            reason = "this facility has had an order of this number, and no longer has it"
+            report = self._station.notes.report(kind="refused", sequence=sequence, reason=reason, transient=True)
+            self._station.notes.note(report)
+        elif len(memory.works) < MOST_ORDERS:
+            named = {**order, "name": self._name(sequence)}
+            self._station.notes.note({"kind": "order", "sequence": sequence, "at": time.time(), "order": named})
+            failpoint("agent.ordered")
+
+    def _name(self, sequence: int) -> str:
+        """Of a job at the scheduler."""
+        return f"fq-{self._memory.journal_id[:8]}-{sequence}"
 
     def _cancel(self, work: Work) -> None:
         if self._delivery.unanswered(work):
@@ -218,6 +269,23 @@ class Agent:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
         self._station.notes.note({"kind": "cancel", "sequence": work.sequence})
+
+    def _cancel_unknown(self, sequence: int) -> None:
+        """A job that was ours before the journal was lost or set back: the scheduler may have it still."""
+        name = JobFolder(self._station.home, str(sequence)).name() or self._name(sequence)
+        order = {
+            "name": name,
+            "purpose": "train",
+            "wall_seconds": 1.0,
+            "after": None,
+            "assignment": None,
+            "model": None,
+        }
+        self._station.notes.note(
+            {"kind": "order", "sequence": sequence, "at": time.time(), "order": order},
+            {"kind": "intent", "sequence": sequence, "at": time.time()},
+            {"kind": "cancel", "sequence": sequence},
+        )
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
@@ -233,9 +301,10 @@ class Agent:
                     self._refuse(work, refused.reason, refused.transient)
 
     def _submit(self, work: Work) -> None:
-        if work.intended:  # killed or cut off while we asked: it may be there
+        folder = self._station.folder(work)
+        if work.intended or self._memory.restored or not self._met:  # killed or cut off while we asked, or set back
             found = self._station.scheduler.find(work.name)
-            if found is None and self._station.folder(work).attempts():
+            if found is None and folder.attempts():
                 found = "forgotten"  # it ran, and the scheduler no longer knows it
             if found is not None:
                 self._submitted(work, found, work.asked_at or time.time())
@@ -243,7 +312,8 @@ class Agent:
             if work.cancelled:
                 self._station.notes.note(self._station.closing(work, 0.0))
                 return
-        folder = self._station.folder(work)
+        elif folder.attempts():
+            folder.put_aside()  # of a job that is not in this journal, and may still run
         wall = self._station.wall(work)
         self._station.check_cap(wall)
         folder.prepare(self._order_file(work, wall), self._script(folder, work))
@@ -266,9 +336,10 @@ class Agent:
         self._submitted(work, scheduler_id, time.time())
 
     def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
+        report = self._station.notes.report(kind="submitted", sequence=work.sequence)
         self._station.notes.note(
             {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": at},
-            self._station.notes.report(kind="submitted", sequence=work.sequence),
+            *([report] if not work.cancelled else []),  # otherwise nobody waits for it
         )
 
     def _refuse(self, work: Work, reason: str, transient: bool) -> None:
@@ -283,6 +354,7 @@ class Agent:
         order = work.order
         return {
             "protocol": PROTOCOL,
+            "name": work.name,
             "job_id": f"{self._station.facility}/{work.sequence}",
             "facility": self._station.facility,
             "round": order["round"],

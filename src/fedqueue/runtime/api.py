@@ -182,14 +182,16 @@ async def _poll(api: Api, call: Call) -> dict[str, Any]:
     api.limits.reports(call.who, len(call.body.reports))
 
     def poll() -> dict[str, Any]:
-        _must_be_its_own(api.coordinator, call.who, call.body)
+        known = api.desk.must_follow(call.who, call.body)
+        _must_be_its_own(api.coordinator, call.who, call.body, known)
         return api.desk.poll(call.who, call.body)
 
     return await api.ask(poll)
 
 
-def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll) -> None:
-    """Refuse reports of what this facility was never given: they would be in the ledger for good."""
+def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
+    """Refuse reports of what this facility was never given: they would be in the ledger for good. Who was given it
+    learns by the number of the newest report that is `known` that our ledger was set back."""
     books = coordinator.books
     for report in asked.reports:
         where = f"report {report.n}"
@@ -201,7 +203,7 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll) -> No
         elif isinstance(report, Foreseen):
             continue
         elif report.sequence >= books.facilities[facility].ordered:
-            raise Refused(422, f"{where}: job {report.sequence} was never ordered")
+            raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
         elif isinstance(report, Started) and report.bound and report.bound.base_version not in books.models:
             raise Refused(422, f"{where}: there is no model {report.bound.base_version}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -351,16 +351,17 @@ class Coordinator:
         if self.books.stopped is not None:
             self._ledger.note("left", [other for other, presence in self.presence.items() if presence.left])
 
-    def lost_journal(self, name: str, journal: str) -> None:
-        """The agent of a facility begins anew: nobody there knows of its jobs any more."""
-        for job in list(self.books.facilities[name].jobs.values()):
-            if job.taken:
-                reason = "the facility's agent lost its journal, and its jobs with it"
-                failed = JobFailed(
-                    at=self.now, job_id=job.order.job_id, attempt=job.attempt, reason=reason, transient=True
-                )
-                self.tell(failed)
-        self.presence[name].journal = journal
+    def give_up_all_but(self, name: str, known: Collection[int]) -> list[int]:
+        """Jobs that we believe this facility has, and that its agent does not know, have failed; their numbers."""
+        unknown = [job for job in self.books.facilities[name].jobs.values() if job.taken and job.sequence not in known]
+        reason = (
+            "the facility's agent lost its journal, or had it restored from an older copy, and does not know this job"
+        )
+        for job in unknown:
+            self.tell(
+                JobFailed(at=self.now, job_id=job.order.job_id, attempt=job.attempt, reason=reason, transient=True)
+            )
+        return [job.sequence for job in unknown]
 
     def arrived(self, event: UpdateArrived) -> None:
         self.tell(event, origin=f"update/{event.receipt.job_id}/{event.receipt.attempt}/arrived")

@@ -28,6 +28,9 @@ CHECK_SECONDS: Final = 5.0
 LARGER: Final = 2.0
 """An update may be so many times as large as the model: single precision may come back as double."""
 
+SILENT_SECONDS: Final = 30.0
+"""An agent that was not heard of for so long, or for three of its polls, may be replaced by any other."""
+
 HEADER_ROOM: Final = 1 << 20  # bytes
 
 
@@ -48,38 +51,45 @@ class Desk:
         presence = coordinator.presence[facility]
         self._fence(facility, presence, asked)
         presence.poll_seconds, presence.left = asked.poll_seconds, False
-        if presence.journal and presence.journal != asked.journal:
-            coordinator.lost_journal(facility, asked.journal)
+        another_journal = bool(presence.journal) and presence.journal != asked.journal
         presence.journal = asked.journal
         coordinator.heard(facility)
-        known = coordinator.received.get((facility, asked.journal), 0)
-        if asked.reports and asked.reports[0].n > known + 1:
-            first = asked.reports[0].n
-            raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
+        known = self.must_follow(facility, asked)
         with coordinator.together():
             for report in asked.reports:
                 if report.n > known:
                     self._take(facility, asked.journal, report)
                     known = report.n
+        unknown = coordinator.give_up_all_but(facility, asked.open) if another_journal or asked.newest == known else []
         coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
         failpoint("answer.before")
-        answer = self._answer(facility, asked, known)
+        answer = self._answer(facility, asked, known, unknown)
         if answer["over"] and presence.told_end is None:
             presence.told_end = time.monotonic()
         if asked.leaving:
             coordinator.leaves(facility)
         return answer
 
+    def must_follow(self, facility: str, asked: Poll) -> int:
+        """The number of the newest report that is here. Refuses those that do not follow: one of us was set back."""
+        known = self._coordinator.received.get((facility, asked.journal), 0)
+        if asked.reports and asked.reports[0].n > known + 1:
+            first = asked.reports[0].n
+            raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
+        return known
+
     def _fence(self, facility: str, presence: Presence, asked: Poll) -> None:
         """One agent a facility: a newer holder of its lease replaces an older one, a stranger waits."""
         if asked.session == presence.session:
             return
-        if asked.journal == presence.journal and asked.generation < presence.generation:
-            raise Refused(409, f"another agent of {facility} has taken over (on {presence.host or 'another host'})")
-        silent = time.monotonic() - presence.heard
+        left = max(SILENT_SECONDS, 3 * presence.poll_seconds) - (time.monotonic() - presence.heard)
         is_newer = asked.journal == presence.journal and asked.generation > presence.generation
-        if presence.session and not is_newer and silent < max(30.0, 3 * presence.poll_seconds):
-            raise Refused(409, f"another agent of {facility} is at work (on {presence.host or 'another host'})")
+        if presence.session and not is_newer and left > 0:  # a home that was restored has an older lease: it waits
+            raise Refused(
+                409,
+                f"another agent of {facility} is at work (on {presence.host or 'another host'}); stop that one, "
+                f"or try again in {left:.0f} s if it is gone",
+            )
         presence.session, presence.generation, presence.host = asked.session, asked.generation, asked.host
 
     def _take(self, facility: str, journal: str, report: Report) -> None:
@@ -89,7 +99,8 @@ class Desk:
         coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
         coordinator.received[facility, journal] = report.n
 
-    def _answer(self, facility: str, asked: Poll, received: int) -> dict[str, Any]:
+    def _answer(self, facility: str, asked: Poll, received: int, unknown: list[int]) -> dict[str, Any]:
+        """`unknown`: jobs that we believed to be there; the scheduler may have them still."""
         books = self._coordinator.books
         book = books.facilities[facility]
         stopped = books.stopped is not None
@@ -102,7 +113,7 @@ class Desk:
         return {
             "received": received,
             "orders": [] if stopped or books.paused else [self._order(job) for job in orders],
-            "cancel": sorted(set(asked.open) - set(book.jobs)) if not stopped else sorted(asked.open),
+            "cancel": sorted({*asked.open, *unknown} - (set() if stopped else set(book.jobs))),
             "standing": self._standing(book.posted, standing) if standing is not None and not stopped else None,
             "evaluate": evaluation,
             "over": books.stopped if over else None,

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.runs import write_json
 from fedqueue.runtime.reports import Bound, check_metrics
-from fedqueue.runtime.schedulers.base import OUTPUT
+from fedqueue.runtime.schedulers.base import NAME, OUTPUT
 from fedqueue.settings import read
 
 T = TypeVar("T")
@@ -89,6 +89,29 @@ class JobFolder:
             self.script.chmod(0o700)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be written: {error.strerror}; make room") from None
+
+    def name(self) -> str | None:
+        """Of the job at the scheduler, as far as it says."""
+        try:
+            found = str(json.loads((self.path / "order.json").read_text(encoding="utf-8"))["name"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return found if NAME.fullmatch(found) else None
+
+    def put_aside(self) -> None:
+        """Make room for another job of this number; what is there stays, beside."""
+        number = 0
+        while (aside := self.path.with_name(f"before-{self.path.name}-{number}")).exists():
+            number += 1
+        try:
+            self.path.rename(aside)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be renamed: {error.strerror}") from None
+
+    def gone(self, started: int) -> Path | None:
+        """What of it has been lost, of a job whose attempt `started` has begun."""
+        wanted = [self.path, self.script, *(self.attempt(number) for number in range(started + 1))]
+        return next((path for path in wanted if not path.exists()), None)
 
     def attempts(self) -> int:
         """How many incarnations have begun."""

@@ -246,6 +246,7 @@ class Poll:
     poll_seconds: float  # until it asks again
     standing: int = 0  # number of the standing work that lies at the facility
     open: list[int] = field(default_factory=list)  # jobs it is busy with
+    newest: int | None = None  # number of its newest report: once that is here, `open` is all it has; None: not said
     reports: list[Report] = field(default_factory=list)
     leaving: bool = False  # it ends now; another may take its place
 
@@ -256,7 +257,7 @@ class Poll:
                 raise ValueError(f"{name} must be 8 to 64 letters and digits, found {text[:64]!r}")
         if len(self.host) > 255 or not self.host.isprintable():
             raise ValueError("host must be 255 printable characters at most")
-        at_least(self, 0, "generation", "standing")
+        at_least(self, 0, "generation", "standing", "newest")
         more_than(self, 0, "poll_seconds")
         if self.poll_seconds > MOST_POLL_SECONDS:
             raise ValueError(f"poll_seconds must be {MOST_POLL_SECONDS:g} at most, found {self.poll_seconds:g}")

@@ -79,7 +79,8 @@ class Station:
         if self._troubles.pop(where, None) is not None:
             self.say(f"{where}: well again")
 
-    def fail(self, work: Work, reason: str, *, transient: bool, newest: int = -1) -> None:
+    def fail(self, work: Work, reason: str, *, transient: bool, newest: int = -1, and_end: bool = False) -> None:
+        """`and_end`: the scheduler has it still, and shall end it."""
         stamp = self.folder(work).started(max(newest, 0))
         held = max(0.0, time.time() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
         self.say(f"job {work.sequence} failed: {reason}")
@@ -92,7 +93,7 @@ class Station:
                 transient=transient,
                 held_seconds=held,
             ),
-            self.closing(work, held),
+            {"kind": "cancel", "sequence": work.sequence} if and_end else self.closing(work, held),
         )
 
     def cancel(self, work: Work) -> bool:

@@ -28,6 +28,7 @@ class Watching:
         """`on_its_way`: whether the update of a job is being handed in; then nobody looks at it."""
         self._station = station
         self._on_its_way = on_its_way
+        self._lost: set[int] = set()  # jobs of which something was gone when we last looked
         self._parting: dict[str, tuple[str, float]] = {}  # scheduler id -> name, and when it should have ended
 
     def look(self) -> None:
@@ -65,6 +66,8 @@ class Watching:
             self._see_cancelled(work, statuses, status)
             return
         folder = self._station.folder(work)
+        if self._see_loss(work, folder):
+            return
         newest = folder.attempts() - 1
         self._see_requeue(work, folder, newest, status)
         if newest >= work.attempt and work.started < newest:
@@ -85,6 +88,19 @@ class Watching:
                 )
         elif statuses is not None:
             self._see_end_without_result(work, folder, newest, status)
+
+    def _see_loss(self, work: Work, folder: JobFolder) -> bool:
+        """Without its folder a job cannot hand in, so it is ended; once it is seen twice, as disks have bad moments."""
+        lost = folder.gone(work.started)
+        if lost is None:
+            self._lost.discard(work.sequence)
+        elif work.sequence not in self._lost:
+            self._lost.add(work.sequence)
+        else:
+            where = lost.relative_to(self._station.home)
+            reason = f"{where} is gone from the facility's disk, so nothing can be handed in"
+            self._station.fail(work, reason, transient=True, and_end=True)
+        return lost is not None
 
     def _see_requeue(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
         """It runs again, or waits again after it ran."""
@@ -139,9 +155,8 @@ class Watching:
 
     def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
         if status is not None and status.never_starts is not None:
-            if not self._station.cancel(work):
-                return
-            self._station.fail(work, f"it can never start: {status.never_starts}", transient=status.bad_luck)
+            reason = f"it can never start: {status.never_starts}"
+            self._station.fail(work, reason, transient=status.bad_luck, and_end=True)
             return
         if status is not None and status.phase != "ended":
             work.missing_since = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Memory:
     node_seconds: float = 0.0  # held by jobs that are closed
     known: int = -1  # the highest order ever taken: they come in order, and no one twice
     over: str | None = None  # why the run is over
+    restored: bool = False  # it was once set back: the scheduler may have jobs that are not in here
 
 
 class Notes:
@@ -58,6 +60,7 @@ class Notes:
         self.memory = Memory()
         for entry in self._journal.lines():
             self._apply(entry)
+        self.found = self.memory.newest_report  # number of the newest report when we started
 
     def close(self) -> None:
         self._journal.close()
@@ -73,6 +76,12 @@ class Notes:
     def report(self, **facts: Any) -> dict[str, Any]:
         """A journal entry that tells the coordinator something; `note` it."""
         return {"kind": "report", "n": self.memory.newest_report + 1, "at": time.time(), "report": facts}
+
+    def begin_anew(self, after: int) -> None:
+        """Journal and coordinator are of different days: number reports from 1 on, without those up to `after`. The
+        first half of the journal's id is in the names of jobs, and stays."""
+        anew = self.memory.journal_id[:8] + secrets.token_hex(4)
+        self.note({"kind": "set back", "id": anew, "after": after})
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
         memory = self.memory
@@ -102,6 +111,11 @@ class Notes:
             case "received":
                 for number in [n for n in memory.reports if n <= entry["n"]]:
                     del memory.reports[number]
+            case "set back":
+                kept = [memory.reports[n] for n in sorted(memory.reports) if n > entry["after"]]
+                memory.journal_id, memory.restored = entry["id"], True
+                memory.reports = dict(enumerate(kept, 1))
+                memory.newest_report = len(kept)
             case "over":
                 memory.over = entry["reason"]
             case "closed":
@@ -132,6 +146,7 @@ def _plain(memory: Memory) -> dict[str, Any]:
         "node_seconds": memory.node_seconds,
         "known": memory.known,
         "over": memory.over,
+        "restored": memory.restored,
     }
 
 
@@ -145,4 +160,5 @@ def _memory(entry: Mapping[str, Any]) -> Memory:
         node_seconds=entry["node_seconds"],
         known=entry["known"],
         over=entry.get("over"),
+        restored=entry.get("restored", False),
     )
