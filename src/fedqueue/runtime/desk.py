@@ -30,6 +30,8 @@ LARGER: Final = 2.0
 
 HEADER_ROOM: Final = 1 << 20  # bytes
 
+NOTHING_TO_DO: Final[dict[str, Any]] = {"orders": [], "cancel": [], "standing": None, "evaluate": None}
+
 
 class Desk:
     def __init__(self, coordinator: Coordinator) -> None:
@@ -51,8 +53,11 @@ class Desk:
         if presence.journal and presence.journal != asked.journal:
             coordinator.lost_journal(facility, asked.journal)
         presence.journal = asked.journal
-        coordinator.heard(facility)
+        presence.troubles, presence.spoke = [trouble.plain() for trouble in asked.troubles], time.monotonic()
         known = coordinator.received.get((facility, asked.journal), 0)
+        if asked.stuck:  # it is not there in the sense that counts: nobody should wait for it
+            return {**NOTHING_TO_DO, "received": known, "over": coordinator.books.stopped}
+        coordinator.heard(facility)
         if asked.reports and asked.reports[0].n > known + 1:
             first = asked.reports[0].n
             raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
