@@ -23,7 +23,7 @@ from tests.conftest import check_refusal
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 FIGURES = [
-    *("strategy", "seed", "rounds", "virtual_seconds", "late_probability", "normalised_delay_mean"),
+    *("strategy", "seed", "rounds", "stopped", "virtual_seconds", "late_probability", "normalised_delay_mean"),
     *("normalised_delay_max", "max_staleness", "missed_cutoff", "node_seconds", "jobs", "updates", "local_steps"),
     *("model_transfers", "score", "time_to", "steps_to", "wall_seconds"),
 ]

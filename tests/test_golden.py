@@ -30,6 +30,7 @@ from fedqueue.messages import (
     RunResumed,
     RunStarted,
     SetTimer,
+    StopRequested,
     StopRun,
     SubmitJob,
     UpdateArrived,
@@ -203,6 +204,21 @@ def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> 
     compare("operator", text_of([(event, list(strategy.handle(event))) for event in events]), request)
 
 
+def test_stop_by_the_operator_is_as_written_down(request: pytest.FixtureRequest) -> None:
+    """A model that is being made is waited for; the run did not end because its time was up."""
+    profile = FacilityProfile(name="east", data_weight=1.0, steps_per_second=10.0, first_delay=2.0)
+    plan = Plan(facilities=(profile,), round_length=10.0, seconds=90.0)
+    strategy = STRATEGIES["fedqueue"](plan, STRATEGIES["fedqueue"].Options())
+    events: list[Event] = [
+        RunStarted(at=0.0),
+        messages.TimerFired(at=10.0, key="cutoff/0"),
+        StopRequested(at=10.5),
+        StopRequested(at=11.0),
+        messages.ModelReady(at=12.0, version=1),
+    ]
+    compare("stop", text_of([(event, list(strategy.handle(event))) for event in events]), request)
+
+
 def compare(name: str, text: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.txt"
     if request.config.getoption("--update-golden"):
@@ -222,4 +238,4 @@ def test_every_kind_of_event_command_and_record_appears_in_some_golden_trace() -
 
 
 def test_golden_folder_holds_nothing_else() -> None:
-    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "operator"}
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "operator", "stop"}

@@ -222,7 +222,7 @@ def test_following_the_page_makes_a_run_over_two_slurm_sites(machines: dict[str,
         assert (home / "credential").stat().st_mode & 0o077 == 0
         assert not list(machines[name].home.rglob("*.invitation"))
     log = (follower.server.folder / "serve.log").read_text()
-    for line in ("the run begins", "paused", "south is drained", "goes on from model", "the run is over: time is up"):
+    for line in ("the run begins", "paused", "south is drained", "goes on from model", "over: stopped by the operator"):
         assert line in log
 
 

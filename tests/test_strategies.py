@@ -35,6 +35,7 @@ from fedqueue.messages import (
     Record,
     RunPaused,
     RunResumed,
+    StopRequested,
     StopRun,
     SubmitJob,
     SubmitRefused,
@@ -261,13 +262,15 @@ def test_nothing_before_t_depends_on_delays_after_t(
 
 @st.composite
 def operators(draw: st.DrawFn) -> list[Event]:
-    """Pauses, drains, rejoins and restarts of the coordinator."""
+    """Pauses, drains, rejoins, stops and restarts of the coordinator."""
     events: list[Event] = []
     for at in draw(st.lists(st.floats(0, 150), max_size=4)):
         name = draw(st.sampled_from(["f0", "f1"]))
-        kind = draw(st.sampled_from(["pause", "drain", "join", "restart", "leave"]))
+        kind = draw(st.sampled_from(["pause", "drain", "join", "restart", "leave", "stop"]))
         if kind == "pause":
             events += [RunPaused(at=at), RunResumed(at=at + draw(st.floats(0, 20)))]
+        elif kind == "stop":
+            events.append(StopRequested(at=at))
         elif kind == "restart":
             events.append(CoordinatorResumed(at=at, down_seconds=100.0))
         elif kind == "leave":

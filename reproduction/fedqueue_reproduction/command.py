@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedqueue.cli import terminal
+from fedqueue.cli import extras, terminal
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.machine import invoked, provenance
 from fedqueue_reproduction import experiment as files
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_page(args: argparse.Namespace) -> None:
+    extras.need("plots")
     from fedqueue_reproduction import page  # draws: nobody else here needs matplotlib
 
     folder = files.folder()
@@ -136,6 +137,8 @@ def _run_missing(studies: Sequence[Study], args: argparse.Namespace, gpu: str | 
             _say(f"{study.path}: {study.dropped} runs no longer fit the experiment and are run again")
     if not runs:
         return
+    if any(run.trains for run in runs):
+        extras.need("train")
     made_by, changed = provenance(invoked()), set[str]()
     made_by["machine"] |= {"gpu": gpu} if gpu else {}
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes

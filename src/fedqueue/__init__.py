@@ -16,9 +16,9 @@ __all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
 
 __version__ = "0.1.0"
 
-PROTOCOL = 1
-"""Of what coordinator, agent and job say to each other; goes with every request and every order. A coordinator takes
-this one and the one before."""
+PROTOCOL = 2
+"""Of what coordinator, agent and job say to each other; goes with every request and every order. Coordinators
+and jobs take this one and the one before."""
 
 # A job may import from a copy that is renewed meanwhile: what it imports later comes from the folder it began with.
 __path__[0] = os.path.realpath(__path__[0])

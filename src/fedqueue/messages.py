@@ -191,6 +191,11 @@ class RunResumed(_Event):
 
 
 @message
+class StopRequested(_Event):
+    """The operator ends the run; a model that is being made is waited for."""
+
+
+@message
 class CoordinatorResumed(_Event):
     down_seconds: float  # on the wall clock; the run clock stood still
 
@@ -339,6 +344,7 @@ Event = (
     RunStarted
     | RunPaused
     | RunResumed
+    | StopRequested
     | CoordinatorResumed
     | FacilityJoined
     | FacilityLeft

@@ -24,6 +24,7 @@ from fedqueue.messages import (
     ModelScored,
     PostWork,
     Record,
+    StopRun,
     SubmitJob,
     SubmitRefused,
     UpdateArrived,
@@ -62,6 +63,7 @@ class Tally:
         self._open: dict[JobId, _OpenJob] = {}
         self._now = 0.0
         self.rounds = 0
+        self._stopped_because: str | None = None
         self._timed = 0  # jobs whose lateness is known
         self._late = 0
         self._late_sum = 0.0  # of arrival minus submission over the round length
@@ -98,6 +100,8 @@ class Tally:
             elif type(command) is Record:
                 if command.kind == "fate":
                     self._fate(command.facts)
+            elif type(command) is StopRun:
+                self._stopped_because = command.reason
             elif type(command) is AssignWork:
                 self._transfers += 1  # a model travels to a facility
                 self._open[command.job_id].transfers += 1
@@ -116,6 +120,7 @@ class Tally:
             "strategy": strategy,
             "seed": seed,
             "rounds": self.rounds,
+            "stopped": self._stopped_because,
             "virtual_seconds": self._now,
             "late_probability": late / timed if timed else None,
             "normalised_delay_mean": self._late_sum / self._late if self._late else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count, zip_longest
@@ -23,10 +24,11 @@ SUMMARY: Final = "summary.json"
 
 
 @contextmanager
-def new_folder(wanted: Path | None, default_name: str) -> Iterator[Path]:
+def new_folder(wanted: Path | None, default_name: str, *, kept_with: str | None = None) -> Iterator[Path]:
     """A run folder: the one asked for, which must not exist, or runs/NAME with a number that is free.
 
-    If what is done in it fails before anything is there, nothing is left of it.
+    If what is done in it fails before anything is there, nothing is left of it; `kept_with`: before this file of it is
+    there, whatever else is.
     """
     folder = wanted if wanted is not None else _free_name(default_name)
     lacking = [parent for parent in folder.parents if not parent.exists()]
@@ -34,8 +36,10 @@ def new_folder(wanted: Path | None, default_name: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
+        if kept_with is not None and not (folder / kept_with).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # it holds something: what was written stays
-            for empty in (folder, *lacking):
+            for empty in (place for place in (folder, *lacking) if place.exists()):
                 empty.rmdir()
         raise
 
@@ -50,7 +54,7 @@ def _free_name(name: str) -> Path:
 
 def _make(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)  # a real run's has secrets
     except FileExistsError:
         raise RunFolderError(f"{folder}: exists already; nothing was changed; name another folder") from None
     except OSError as error:

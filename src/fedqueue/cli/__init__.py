@@ -24,6 +24,7 @@ from fedqueue.cli import (
     demo,
     doctor,
     enroll,
+    extras,
     forecast,
     history,
     init,
@@ -37,7 +38,7 @@ from fedqueue.cli import (
     serve,
     simulate,
 )
-from fedqueue.errors import FedQueueError, ProtocolError, StorageError
+from fedqueue.errors import ConfigError, FedQueueError, ProtocolError, StorageError
 from fedqueue.plugins import plugins
 
 _OURS: Final[tuple[Any, ...]] = (
@@ -118,12 +119,22 @@ def main(argv: Sequence[str] | None = None, more: Mapping[str, Any] | None = Non
     except KeyboardInterrupt:
         print("fedqueue: stopped", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        extra = extras.extra_of(error.name)
+        if extra is None:
+            return _ours(error)
+        print(f"fedqueue: error: this needs {error.name}: {extras.install(extra)}", file=sys.stderr)
+        return ConfigError.exit_code
     except Exception as error:
-        if os.environ.get("FEDQUEUE_TRACEBACK"):
-            raise
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"fedqueue: error: ours: {what}; please report it, with FEDQUEUE_TRACEBACK=1 set", file=sys.stderr)
-        return ProtocolError.exit_code
+        return _ours(error)
+
+
+def _ours(error: Exception) -> int:
+    if os.environ.get("FEDQUEUE_TRACEBACK"):
+        raise error
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"fedqueue: error: ours: {what}; please report it, with FEDQUEUE_TRACEBACK=1 set", file=sys.stderr)
+    return ProtocolError.exit_code
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -25,7 +25,7 @@ from typing import Any
 
 from fedqueue import data
 from fedqueue.bound import ENOUGH, Assessment, Setting, assess, least_shift
-from fedqueue.cli import common
+from fedqueue.cli import common, extras
 from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
 from fedqueue.config import TraceQueue
 from fedqueue.errors import ConfigError
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("bound needs a run folder, a trace or an error file, or else --cases")
     if args.cases is not None:
         return _run_cases(args)
+    if args.plots:
+        extras.need("plots", instead=", or add --no-plots")
     measured = _measure(args)
     assessment = _assess(measured, args)
     _warn(assessment)

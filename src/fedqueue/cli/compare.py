@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedqueue.cli import common, terminal
+from fedqueue.cli import common, extras, terminal
 from fedqueue.cli.figures import show
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--strategies {args.strategies}: names one twice")
     configs = {name: common.load_run(args.config, args.changes, strategy=name) for name in strategies}
     config = next(iter(configs.values()))
+    extras.need_for(config, plots=args.plots and config.task.name != "timing")
     with new_folder(args.out, f"{config.run.name}-compare") as folder:
         _compare(args, config, strategies, folder)
     return 0

@@ -12,7 +12,7 @@ import time
 from importlib import resources
 from pathlib import Path
 
-from fedqueue.cli import common, compare, terminal
+from fedqueue.cli import common, compare, extras, terminal
 from fedqueue.cli import run as run_here
 from fedqueue.cli.figures import show
 from fedqueue.machine import invoked, provenance
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    extras.need("train", "plots", "serve")
     from fedqueue.report import write_report
 
     began = time.perf_counter()

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fedqueue.cli import terminal
 from fedqueue.errors import ConfigError, FedQueueError, RunFolderError
+
+MOST_JOBS = 8
+"""Of one facility that `status` lists."""
+FOLDER_SECONDS = 10.0
+"""How long a folder is waited for that `fedqueue serve ... &` has not made yet."""
+STARTING_SECONDS = 60.0
+"""How long a coordinator may take from its lock to its first answer: it may have to read a long ledger."""
+
+
+if TYPE_CHECKING:
+    from fedqueue.runtime.transport import Client
 
 
 class SaidNoError(FedQueueError):
@@ -45,30 +58,76 @@ class Verb:
 
 
 def ask(folder: Path, method: str, path: str) -> dict[str, Any]:
-    """Ask the run's coordinator, as its operator."""
+    """Ask the run's coordinator, as its operator. One that was started just now is waited for."""
     from fedqueue.runs import SUMMARY
+    from fedqueue.runtime.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
+
+    patience = Patience(folder)
+    while True:
+        client = _client(folder, patience)
+        try:
+            return client.call(method, path)
+        except CoordinatorRefusedError as error:
+            raise SaidNoError(error.reason) from None
+        except CoordinatorBusyError as error:
+            raise CoordinatorUnreachableError(f"{folder}: {error.reason}") from None
+        except CoordinatorUnreachableError as error:
+            if patience.is_left():
+                continue
+            if (folder / SUMMARY).exists():
+                raise RunFolderError(f"{folder}: the run is over; `fedqueue report {folder}` shows it") from None
+            said = f"its coordinator does not answer; `fedqueue serve {folder}` goes on with the run"
+            raise CoordinatorUnreachableError(f"{folder}: {said} ({error})") from None
+        finally:
+            client.close()
+
+
+class Patience:
+    """With a coordinator that has only begun to start: it makes its folder, then takes its lock, then listens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._began = time.monotonic()
+        self._told = False
+
+    def is_left(self) -> bool:
+        """Waits a moment; False: there is nobody who could answer."""
+        from fedqueue.runtime.scoring import STORED
+        from fedqueue.runtime.serve import is_at_work
+        from fedqueue.runtime.server import ADDRESS
+
+        waited = time.monotonic() - self._began
+        there = self._folder.is_dir() and any(self._folder.iterdir())
+        if is_at_work(self._folder):
+            longest = STARTING_SECONDS
+        elif not there or ((self._folder / STORED).exists() and not (self._folder / ADDRESS).exists()):
+            longest = FOLDER_SECONDS
+        else:  # the folder of something else, or of a run that nobody serves now
+            return False
+        if waited > longest:
+            return False
+        if waited > 1.0 and not self._told:
+            print(f"waiting for the coordinator of {self._folder}", file=sys.stderr, flush=True)
+            self._told = True
+        time.sleep(0.1)
+        return True
+
+
+def _client(folder: Path, patience: Patience) -> Client:
     from fedqueue.runtime.access import OPERATOR_FILE
     from fedqueue.runtime.server import ADDRESS
-    from fedqueue.runtime.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
+    from fedqueue.runtime.transport import Client
 
-    try:
-        address = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
-        credential = (folder / OPERATOR_FILE).read_text(encoding="utf-8")
-    except OSError:
-        raise RunFolderError(f"{folder}: is not the folder of a real run that was ever served") from None
-    ca = Path(address["ca"]) if address["ca"] is not None else None
-    client = Client(address["local"], credential=credential, ca=ca)
-    try:
-        return client.call(method, path)
-    except CoordinatorRefusedError as error:
-        raise SaidNoError(error.reason) from None
-    except CoordinatorUnreachableError as error:
-        if (folder / SUMMARY).exists():
-            raise RunFolderError(f"{folder}: the run is over; `fedqueue report {folder}` shows it") from None
-        said = f"its coordinator does not answer; `fedqueue serve {folder}` goes on with the run"
-        raise CoordinatorUnreachableError(f"{folder}: {said} ({error})") from None
-    finally:
-        client.close()
+    while True:
+        try:
+            address = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+            credential = (folder / OPERATOR_FILE).read_text(encoding="utf-8")
+        except OSError:
+            if patience.is_left():
+                continue
+            raise RunFolderError(f"{folder}: is not the folder of a real run that was ever served") from None
+        ca = Path(address["ca"]) if address["ca"] is not None else None
+        return Client(address["local"], credential=credential, ca=ca)
 
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:
@@ -121,16 +180,33 @@ def _status(args: argparse.Namespace) -> int:
             facility["name"],
             facility["state"],
             str(facility["jobs"]),
-            str(facility["ordered"]),
             _number(facility["expected_delay"]),
             _number(facility["steps_per_second"]),
             _number(facility["heard_seconds_ago"]),
         )
         for facility in found["facilities"]
     ]
-    columns = ("facility", "state", "jobs out", "ordered", "expected wait (s)", "steps/s", "heard (s ago)")
+    columns = ("facility", "state", "jobs out", "wait (s)", "steps/s", "heard (s ago)")
     terminal.show_table("", columns, rows)
+    terminal.show_notes([note for facility in found["facilities"] for note in _notes(facility)])
     return 0
+
+
+def _notes(facility: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What its jobs do and since when, why it has none, and what its agent complains of."""
+    name, jobs = facility["name"], facility["open_jobs"]
+    for job in jobs[:MOST_JOBS]:
+        again = f" (attempt {job['attempt'] + 1})" if job["attempt"] else ""
+        state = "ordered, and not at its scheduler yet," if job["state"] == "ordered" else job["state"]
+        yield job["job"], f"{state} for {terminal.span(job['seconds'])}{again}"
+    if len(jobs) > MOST_JOBS:
+        yield name, f"and {len(jobs) - MOST_JOBS} more jobs"
+    if facility["idle_because"] is not None:
+        until = facility["until_seconds"]
+        how_long = "" if until is None else f" for another {terminal.span(until)}"
+        yield name, f"idle{how_long}: {facility['idle_because']}"
+    for trouble in facility["troubles"]:
+        yield name, f"its agent says, for {terminal.span(trouble['seconds'])}: {trouble['reason']}"
 
 
 def _number(value: float | None) -> str:
@@ -143,7 +219,12 @@ VERBS = (
         "pause", "no new work; the run clock stands still", "No new work; the run clock stands still.", _tell("pause")
     ),
     Verb("resume", "go on after a pause", "Go on after a pause.", _tell("resume")),
-    Verb("stop", "end a run now", "End a run as if its time were up; what is under way is cancelled.", _tell("stop")),
+    Verb(
+        "stop",
+        "end a run now",
+        "End a run now; jobs under way are cancelled.",
+        _tell("stop"),
+    ),
     Verb(
         "drain",
         "give a facility no new work",

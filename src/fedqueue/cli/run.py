@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedqueue.cli import common, live, simulate
+from fedqueue.cli import common, extras, live, simulate
 from fedqueue.config import Config, parse, read_tree
 from fedqueue.errors import ConfigError
 from fedqueue.runs import new_folder
@@ -33,15 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, tree = begin(args.config, common.chosen(args.changes, strategy=args.strategy))
+    extras.need_for(config, plots=args.plots, real=True)
     if tree is None:
         folder = args.config
         if args.changes or args.strategy or args.out:
             raise ConfigError(f"{folder}: a run goes on as it began; begin another to change something")
         summary = here(config, folder, quiet=args.json)
     else:
-        with new_folder(args.out, f"{config.run.name}-{config.run.strategy}-real") as folder:
-            from fedqueue.runtime.opening import store_config
+        from fedqueue.runtime.opening import store_config
+        from fedqueue.runtime.server import ADDRESS
 
+        with new_folder(args.out, f"{config.run.name}-{config.run.strategy}-real", kept_with=ADDRESS) as folder:
             folder = folder.absolute()
             store_config(folder, tree, args.config.parent)
             summary = here(config, folder, quiet=args.json)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedqueue.cli import common, live, simulate
+from fedqueue.cli import common, extras, live, simulate
 from fedqueue.cli import run as run_here
 from fedqueue.errors import ConfigError
 from fedqueue.runs import new_folder
@@ -33,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, tree = run_here.begin(args.config, args.changes)
+    extras.need_for(config, real=True)
     if tree is None:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: a run goes on as it began; begin another to change something")
         return _serve(config, args.config.absolute(), plain=args.plain_http)
-    with new_folder(args.out, f"{config.run.name}-{config.run.strategy}") as folder:
-        from fedqueue.runtime.opening import store_config
+    from fedqueue.runtime.opening import store_config
+    from fedqueue.runtime.server import ADDRESS
 
+    with new_folder(args.out, f"{config.run.name}-{config.run.strategy}", kept_with=ADDRESS) as folder:
         store_config(folder.absolute(), tree, args.config.parent)
         return _serve(config, folder.absolute(), plain=args.plain_http)
 

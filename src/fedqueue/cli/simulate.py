@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedqueue.cli import common, terminal
+from fedqueue.cli import common, extras, terminal
 from fedqueue.config import Config
 from fedqueue.runs import new_folder
 from fedqueue.sim.runner import simulate
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.load_run(args.config, args.changes, strategy=args.strategy, seed=args.seed)
+    extras.need_for(config, plots=args.plots)
     name = f"{config.run.name}-{config.run.strategy}-seed{config.run.seed}"
     with (
         new_folder(args.out, name) as folder,

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedqueue.config import Config
 from fedqueue.engine import Listener
@@ -41,8 +42,39 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for i, row in enumerate(rows):
         made.add_row(*row, style="bold green" if i == best else None)
-    out.print(title, style=None if plain else "bold")
+    if title or plain:
+        out.print(title, style=None if plain else "bold")
     out.print(made)
+
+
+def show_notes(notes: Sequence[tuple[str, str]]) -> None:
+    """A line for each: what it is about, and what is to be said; long ones are folded under themselves."""
+    out = console()
+    if not out.is_terminal:
+        print()
+    wide = max((len(about) for about, _ in notes), default=0)
+    for about, said in notes:
+        if not out.is_terminal:
+            print(f"{about:<{wide}}  {said}")
+            continue
+        folded = Table.grid(padding=(0, 2, 0, 0))
+        folded.add_column(min_width=wide, no_wrap=True)
+        folded.add_column(overflow="fold")
+        folded.add_row(Text(about), Text(said))
+        out.print(folded)
+
+
+def span(seconds: float) -> str:
+    """How long, in the unit that a person would take.
+
+    >>> span(34.2), span(600.0), span(20000.0), span(400000.0)
+    ('34 s', '10 min', '5.6 h', '4.6 days')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
 
 
 def seconds(value: float | None) -> str:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,8 +101,14 @@ class Agent:
             self._submit_what_waits()
         except (StorageError, OSError) as error:  # shared file systems have bad moments
             self._station.trouble("disk", str(error))
+            self._say_stuck()
         else:
             self._station.fine("disk")
+
+    def _say_stuck(self) -> None:
+        """Nothing can be done for now; whoever asks the coordinator why should find out."""
+        with suppress(FedQueueError):
+            self._client.call("POST", "/v1/poll", {**self._poll_body([]), "stuck": True})
 
     def close(self) -> None:
         """End in peace: the coordinator may take another agent at once."""
@@ -163,6 +170,7 @@ class Agent:
             "newest": self._memory.newest_report,
             "reports": reports,
             "leaving": leaving,
+            "troubles": self._station.troubles(),
         }
 
     def _tell_and_do(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fedqueue.messages import (
     Aggregate,
@@ -21,6 +22,7 @@ from fedqueue.messages import (
     FacilityDrained,
     FacilityJoined,
     FacilityLeft,
+    JobEnded,
     JobFailed,
     JobId,
     JobRequeued,
@@ -58,6 +60,9 @@ OLDEST_POSTS = 3
 """Of those, the oldest: one of them may be what lies at a facility that has long been away."""
 
 
+Phase = Literal["ordered", "queued", "running", "handing in"]
+
+
 @dataclass(slots=True)
 class OpenJob:
     """An order that has not come to its end."""
@@ -66,10 +71,23 @@ class OpenJob:
     assignment: Assignment | None = None
     attempt: int = 0
     taken: bool = False  # the facility has it at its scheduler
+    phase: Phase = "ordered"
+    since: float = 0.0  # run clock, of that phase
 
     @property
     def sequence(self) -> int:
         return sequence_of(self.order.job_id)
+
+    def enter(self, phase: Phase, at: float) -> None:
+        self.phase, self.since = phase, at
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """Why a facility gets no work."""
+
+    reason: str
+    until: float | None  # run clock; None: until somebody says `fedqueue join`
 
 
 @dataclass(slots=True)
@@ -80,7 +98,10 @@ class FacilityBook:
     posted: int = 0  # the number of the newest; 0: none
     told: int | None = None  # the newest that it was told of, since we started; None: not known
     away: bool = False
+    away_since: float = 0.0  # run clock
     drained: bool = False
+    held_back: HeldBack | None = None
+    refusal: str | None = None  # why its scheduler did not take the newest order
 
 
 class Books:
@@ -115,6 +136,10 @@ class Books:
         """The timer that fires first."""
         first = min(self._timers, default=None)
         return None if first is None else (first[0], first[2])
+
+    def timer(self, key: str) -> float | None:
+        """When the first timer fires whose key begins like this."""
+        return min((at for at, _, found in self._timers if found.startswith(key)), default=None)
 
     def job(self, job_id: JobId) -> OpenJob | None:
         book = self.facilities.get(facility_of(job_id))
@@ -159,22 +184,34 @@ class Books:
                     book.drained = False
                 book.away = False
             case FacilityLeft(facility=name) if name in self.facilities:
-                self.facilities[name].away = True
+                self.facilities[name].away, self.facilities[name].away_since = True, event.at
             case FacilityDrained(facility=name) if name in self.facilities:
                 self.facilities[name].drained = True
             case JobSubmitted(job_id=job_id):
                 if (job := self.job(job_id)) is not None:
                     job.taken = True
+                    self.facilities[facility_of(job_id)].refusal = None
+                    if job.phase == "ordered":
+                        job.enter("queued", event.at)
             case JobStarted(job_id=job_id, attempt=attempt, bound=bound):
                 job = self.job(job_id)
                 if job is not None and attempt >= job.attempt:
+                    if attempt > job.attempt or job.phase in ("ordered", "queued"):
+                        job.enter("running", event.at - event.ago - event.lingered)
                     job.attempt = attempt
                     job.assignment = bound or job.assignment
             case JobRequeued(job_id=job_id, attempt=attempt):
-                if (job := self.job(job_id)) is not None:
-                    job.attempt = max(job.attempt, attempt)
-            case SubmitRefused(job_id=job_id):
-                self._close(job_id, None)
+                job = self.job(job_id)
+                if job is not None and attempt > job.attempt:
+                    job.attempt = attempt
+                    job.enter("queued", event.at)
+            case JobEnded(job_id=job_id, attempt=attempt):
+                job = self.job(job_id)
+                if job is not None and attempt == job.attempt and job.phase != "handing in":
+                    job.enter("handing in", event.at)
+            case SubmitRefused(job_id=job_id, reason=reason):
+                if self._close(job_id, None):
+                    self.facilities[facility_of(job_id)].refusal = reason
             case JobFailed(job_id=job_id, attempt=attempt):
                 self._close(job_id, attempt)
             case UpdateRejected(job_id=job_id, attempt=attempt, reason=reason):
@@ -195,7 +232,7 @@ class Books:
         match command:
             case SubmitJob(order=order):
                 book = self.facilities[order.facility]
-                book.jobs[sequence_of(order.job_id)] = OpenJob(order)
+                book.jobs[sequence_of(order.job_id)] = OpenJob(order, since=self.at)
                 book.ordered += 1
             case AssignWork(job_id=job_id, assignment=assignment):
                 if (job := self.job(job_id)) is not None:
@@ -220,6 +257,12 @@ class Books:
             case Record(kind="fate", facts=facts):
                 if facts["fate"] != "aggregated":  # otherwise the model to be made needs it
                     self.updates.pop((str(facts["job"]), int(facts["attempt"] or 0)), None)
+            case Record(kind="suspended", facts=facts):
+                until = facts["until"]
+                held_back = HeldBack(str(facts["reason"]), until if isinstance(until, float) else None)
+                self.facilities[str(facts["facility"])].held_back = held_back
+            case Record(kind="rejoined", facts=facts):
+                self.facilities[str(facts["facility"])].held_back = None
             case StopRun(reason=reason):
                 self.stopped = reason
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -42,6 +42,7 @@ from fedqueue.messages import (
     RunResumed,
     RunStarted,
     SetTimer,
+    StopRequested,
     StopRun,
     SubmitJob,
     TimerFired,
@@ -52,6 +53,7 @@ from fedqueue.runs import rebuild_strategy
 from fedqueue.runtime.books import Books
 from fedqueue.runtime.clock import RunClock
 from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.reports import Trouble
 from fedqueue.runtime.store import Store, when_there_is_room
 from fedqueue.strategies import Strategy
 from fedqueue.wire import encode, parse
@@ -104,6 +106,8 @@ class Presence:
     told_end: float | None = None  # monotonic, of when it was first told that the run is over
     left: bool = False  # it said goodbye: nobody waits for it
     ever: bool = False  # heard of since this coordinator started
+    troubles: list[Trouble] = field(default_factory=list)  # that its agent spoke of last
+    spoke: float = 0.0  # monotonic, of then
 
 
 class Coordinator:
@@ -129,7 +133,7 @@ class Coordinator:
         self.say = say
         self._listeners = listeners
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._beat = 0.0  # monotonic, of the newest heartbeat
+        self._beat = 0.0  # monotonic, of the newest heartbeat; 0: there was none yet
         self._closing = False
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="maker")  # models, one after the other
         self._in_hand: int | None = None  # the version being made
@@ -268,6 +272,8 @@ class Coordinator:
         if act is not None:
             act()
         if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
+            if self._beat:
+                self._forgive(time.monotonic() - self._beat - HEARTBEAT_SECONDS)
             self._beat = time.monotonic()
             self._ledger.note("heartbeat", {"clock": self.clock.now(), "wall": time.time()})
             failpoint("heartbeat.noted")
@@ -303,6 +309,13 @@ class Coordinator:
     def now(self) -> float:
         """On the run clock, and never before what was written last."""
         return max(self.clock.now(), self.books.at)
+
+    def _forgive(self, late: float) -> None:
+        """We did not listen for so many seconds, because this process was stopped or its machine stood still: who could
+        not be heard was not silent."""
+        if late > HEARTBEAT_SECONDS:
+            for presence in self.presence.values():
+                presence.heard = min(presence.heard + late, time.monotonic())
 
     def _look_around(self) -> None:
         """Who is away? Facilities do not say goodbye."""
@@ -379,11 +392,11 @@ class Coordinator:
             self.tell(RunResumed(at=self.now))
 
     def stop(self) -> None:
-        """End the run as if its time were up; a model that is being made is waited for."""
+        """End the run; a model that is being made is waited for."""
         self._must_run()
         if not self.clock.running:
             self.clock.start()
-        self.tell(TimerFired(at=self.now, key="end"))
+        self.tell(StopRequested(at=self.now))
 
     def drain(self, name: str) -> None:
         self._must_run()

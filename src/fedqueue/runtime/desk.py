@@ -33,6 +33,8 @@ SILENT_SECONDS: Final = 30.0
 
 HEADER_ROOM: Final = 1 << 20  # bytes
 
+NOTHING_TO_DO: Final[dict[str, Any]] = {"orders": [], "cancel": [], "standing": None, "evaluate": None}
+
 
 class Desk:
     def __init__(self, coordinator: Coordinator) -> None:
@@ -53,6 +55,10 @@ class Desk:
         presence.poll_seconds, presence.left = asked.poll_seconds, False
         another_journal = bool(presence.journal) and presence.journal != asked.journal
         presence.journal = asked.journal
+        presence.troubles, presence.spoke = [trouble.plain() for trouble in asked.troubles], time.monotonic()
+        if asked.stuck:  # it is not there in the sense that counts: nobody should wait for it
+            received = coordinator.received.get((facility, asked.journal), 0)
+            return {**NOTHING_TO_DO, "received": received, "over": coordinator.books.stopped}
         coordinator.heard(facility)
         known = self.must_follow(facility, asked)
         with coordinator.together():

@@ -116,12 +116,18 @@ def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
 
 
 def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
-    """What a run leaves when it is over: the figures, and the last model under a plain name."""
+    """What a run leaves when it is over: the figures, and the last model under a plain name. Figures that are there
+    stay: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
     config, folder = coordinator.config, coordinator.folder
-    summary = coordinator.tally.summary(
-        strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
-    )
-    write_json(folder / SUMMARY, summary)
+    if (folder / SUMMARY).exists():
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    else:
+        summary = coordinator.tally.summary(
+            strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
+        )
+        write_json(folder / SUMMARY, summary)
+    if (folder / FINAL).exists():
+        return summary
     newest = coordinator.store.path(coordinator.books.models[coordinator.books.newest])
     beside = folder / f"{FINAL}.part"
     try:

@@ -28,6 +28,7 @@ from fedqueue.messages import (
 
 REASON_LENGTH: Final = 500
 MOST_REPORTS: Final = 1000  # in one poll
+MOST_TROUBLES: Final = 10  # in one poll
 MOST_ATTEMPTS: Final = 10_000
 MOST_METRICS: Final = 100
 MOST_LEVELS: Final = 100
@@ -236,6 +237,22 @@ def check_metrics(metrics: dict[str, float | None]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """What keeps a facility from its work now, in the words of its agent."""
+
+    reason: str
+    seconds: float = 0.0  # since it began
+
+    def __post_init__(self) -> None:
+        _reason(self)
+        at_least(self, 0, "seconds")
+
+    def plain(self) -> Trouble:
+        """Fit for a terminal."""
+        return Trouble(reason=one_line(self.reason), seconds=_seconds(self.seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Poll:
     """What an agent sends."""
 
@@ -249,6 +266,8 @@ class Poll:
     newest: int | None = None  # number of its newest report: once that is here, `open` is all it has; None: not said
     reports: list[Report] = field(default_factory=list)
     leaving: bool = False  # it ends now; another may take its place
+    troubles: list[Trouble] = field(default_factory=list)  # protocol 1 does not know of them
+    stuck: bool = False  # it can do nothing at all for now: this is only to say so
 
     def __post_init__(self) -> None:
         for name in ("journal", "session"):
@@ -263,6 +282,10 @@ class Poll:
             raise ValueError(f"poll_seconds must be {MOST_POLL_SECONDS:g} at most, found {self.poll_seconds:g}")
         if len(self.reports) > MOST_REPORTS or len(self.open) > MOST_REPORTS:
             raise ValueError(f"reports must be {MOST_REPORTS} at most in one poll, and open jobs too")
+        if len(self.troubles) > MOST_TROUBLES:
+            raise ValueError(f"troubles must be {MOST_TROUBLES} at most in one poll")
+        if self.stuck and self.reports:
+            raise ValueError("stuck must be false in a poll with reports")
         numbers = [report.n for report in self.reports]
         if any(n < 1 for n in numbers) or numbers != sorted(set(numbers)):
             raise ValueError("reports must be numbered from 1 on, rising")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -18,11 +20,15 @@ from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.opening import ensure_ledger, finish
 from fedqueue.runtime.scoring import make_scorer
-from fedqueue.runtime.server import listen, serving
+from fedqueue.runtime.server import excusing, listen, serving
 
 LOCK: Final = ".coordinator.lock"
+LOCK_TRIES: Final = 10
 ROOM_SECONDS: Final = 2.0
 """Between two looks whether there is room on the disk again."""
+PROBE_BYTES: Final = 1 << 20
+"""That must fit then. Less would be full again at once: a ledger that is closed leaves a little room behind."""
+NO_ROOM: Final = "the coordinator's disk is full or cannot be written; it waits for room, and nothing is lost"
 
 Beside = Callable[[Coordinator, Access, dict[str, Any]], AbstractContextManager[object]]
 """What runs beside a coordinator while it serves at an address."""
@@ -43,7 +49,7 @@ def coordinate(
         stack.enter_context(_alone(folder))
         listener = listen(config)
         stack.callback(listener.close)
-        told = False
+        told, said = False, ""
         listeners = [*listeners, *plugins.listeners(config, folder)]
         while True:
             try:
@@ -53,6 +59,9 @@ def coordinate(
                     config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say, told=told
                 )
                 told = True
+                if said:
+                    say("there is room again; the run goes on")
+                    said = ""
                 try:
                     access = Access(folder)
                     with (
@@ -72,8 +81,37 @@ def coordinate(
                 # What the ledger has is whole. Whatever came after it is asked for again.
                 if until():
                     raise
-                say(f"{error}; waiting for room")
-                time.sleep(ROOM_SECONDS)
+                if not said:
+                    said = f"{error}; waiting for room"
+                    say(said)
+                with excusing(config, folder, listener, NO_ROOM, plain=plain):
+                    _wait_for_room(folder, until)
+
+
+def _wait_for_room(folder: Path, until: Callable[[], bool]) -> None:
+    """Until something can be written again, or it is time to leave."""
+    while not until():
+        time.sleep(ROOM_SECONDS)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(PROBE_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
+            return
+        except OSError:
+            continue
+
+
+def is_at_work(folder: Path) -> bool:
+    """Whether a coordinator of this run lives."""
+    try:
+        with (folder / LOCK).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 class _alone:  # it reads as a word
@@ -84,11 +122,14 @@ class _alone:  # it reads as a word
 
     def __enter__(self) -> None:
         self._file = (self._folder / LOCK).open("a")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise RunFolderError(f"{self._folder}: a coordinator of this run is at work already") from None
+        for _ in range(LOCK_TRIES):  # whoever looks whether one is at work has it for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.1)
+        self._file.close()
+        raise RunFolderError(f"{self._folder}: a coordinator of this run is at work already")
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

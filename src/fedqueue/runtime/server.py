@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedqueue.config import Config
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, FedQueueError
 from fedqueue.runs import write_json
 from fedqueue.runtime.access import Access
 from fedqueue.runtime.api import Api
@@ -50,8 +52,36 @@ def serving(
         "run": coordinator.run_id,
     }
     api = Api(coordinator, access, lambda: address)
+    # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
+    near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    local = _url("http" if plain else "https", near, port) if own or plain else url
+    ca = str(certificate.absolute()) if certificate is not None else None
+    with _answering(api.app, listener, certificate, key):
+        write_json(folder / ADDRESS, {**address, "local": local, "port": port, "ca": ca})
+        try:
+            yield address
+        finally:
+            api.desk.close()
+
+
+@contextlib.contextmanager
+def excusing(config: Config, folder: Path, listener: socket.socket, reason: str, *, plain: bool) -> Iterator[None]:
+    """While the coordinator cannot work, whoever calls is told why and comes again later."""
+
+    async def later(scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse({"reason": reason}, 503)(scope, receive, send)
+
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(FedQueueError, OSError):  # without a certificate nobody can be told anything
+            certificate, key = _certificate(config, folder) if not plain else (None, None)
+            held.enter_context(_answering(later, listener, certificate, key))
+        yield
+
+
+@contextlib.contextmanager
+def _answering(app: ASGIApp, listener: socket.socket, certificate: Path | None, key: Path | None) -> Iterator[None]:
     settings = uvicorn.Config(
-        api.app,
+        app,
         log_level="critical",
         access_log=False,
         lifespan="off",
@@ -73,17 +103,11 @@ def serving(
     sockets = [listener.dup()]  # the server closes what it is given
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="http", daemon=True)
     thread.start()
-    # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
-    near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    local = _url("http" if plain else "https", near, port) if own or plain else url
-    ca = str(certificate.absolute()) if certificate is not None else None
-    write_json(folder / ADDRESS, {**address, "local": local, "port": port, "ca": ca})
     try:
-        yield address
+        yield
     finally:
         server.should_exit = True
         thread.join(timeout=10)
-        api.desk.close()
 
 
 def listen(config: Config) -> socket.socket:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.jobfolder import JobFolder
-from fedqueue.runtime.reports import REASON_LENGTH
+from fedqueue.runtime.reports import MOST_TROUBLES, REASON_LENGTH, one_line
 from fedqueue.runtime.schedulers import Scheduler, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.runtime.works import Memory, Notes, Work
 
@@ -35,7 +35,7 @@ class Station:
         self.notes = notes
         self.say = say
         self.scoring_wall = 0.0  # seconds that a job which scores a model asked for; 0: there is none
-        self._troubles: dict[str, str] = {}
+        self._troubles: dict[str, tuple[str, float]] = {}  # what, and since when (monotonic)
 
     @property
     def memory(self) -> Memory:
@@ -71,13 +71,22 @@ class Station:
 
     def trouble(self, where: str, what: str) -> None:
         """Say it once, not in every turn."""
-        if self._troubles.get(where) != what:
-            self._troubles[where] = what
+        before, since = self._troubles.get(where, (None, time.monotonic()))
+        if before != what:
+            self._troubles[where] = what, since
             self.say(what)
 
     def fine(self, where: str) -> None:
         if self._troubles.pop(where, None) is not None:
             self.say(f"{where}: well again")
+
+    def troubles(self) -> list[dict[str, Any]]:
+        """What the coordinator should know of; that it was out of reach it knows when it hears us."""
+        current = [found for where, found in self._troubles.items() if where != "coordinator"]
+        return [
+            {"reason": one_line(what)[:REASON_LENGTH], "seconds": time.monotonic() - since}
+            for what, since in current[:MOST_TROUBLES]
+        ]
 
     def fail(self, work: Work, reason: str, *, transient: bool, newest: int = -1, and_end: bool = False) -> None:
         """`and_end`: the scheduler has it still, and shall end it."""

@@ -50,6 +50,14 @@ class CoordinatorUnreachableError(TransportError):
     exit_code = 8
 
 
+class CoordinatorBusyError(CoordinatorUnreachableError):
+    """It answered that it cannot serve now; `reason` says why, in its words."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url}: cannot serve now ({status}): {reason}")
+        self.reason = reason
+
+
 class CoordinatorUntrustedError(CoordinatorUnreachableError):
     """Its certificate is not the expected one. Waiting may help (it may be renewed), hurrying does not."""
 
@@ -246,7 +254,7 @@ class Client:
         told = next((str(answer[key]) for key in ("reason", "error", "detail") if key in answer), "")
         reason = (" ".join((told or content[:300].decode(errors="replace")).split()) or "no reason given")[:300]
         if response.status >= 500 or response.status in LATER:
-            raise CoordinatorUnreachableError(f"{self.url}{path}: cannot serve now ({response.status}): {reason}")
+            raise CoordinatorBusyError(self.url + path, response.status, reason)
         raise CoordinatorRefusedError(self.url + path, response.status, reason, answer)
 
     def _unreachable(self, error: BaseException) -> CoordinatorUnreachableError:

@@ -56,6 +56,7 @@ from fedqueue.messages import (
     Scalar,
     SetTimer,
     Share,
+    StopRequested,
     StopRun,
     SubmitJob,
     SubmitRefused,
@@ -96,6 +97,7 @@ class Strategy:
         self.facilities = {p.name: Facility(p, predictor, smoothing) for p in plan.facilities}
         self._paused = False
         self._ending = False
+        self._end_reason = "time is up"
         self._making: dict[int, Aggregate] = {}
         self._aggregate_failures = 0
         self._unsettled: dict[tuple[JobId, int], Update] = {}
@@ -248,6 +250,16 @@ class Strategy:
         for facility in self.free():
             self._offer(facility, "rejoin")
 
+    def _stop_requested(self, event: StopRequested) -> None:
+        self._end("stopped by the operator")
+
+    def _end(self, reason: str) -> None:
+        """Give no more work; a model under way is waited for."""
+        if not self._ending:
+            self._ending, self._end_reason = True, reason
+        if not self._making:
+            self.stop(self._end_reason)
+
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
         for facility in self.facilities.values():
             for job in facility.jobs.values():
@@ -263,7 +275,7 @@ class Strategy:
         if self.plan.rounds is not None and self.ready >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
-            self.stop("time is up")
+            self.stop(self._end_reason)
         else:
             self.model_ready()
             self._stop_if_nobody_is_left()
@@ -290,9 +302,7 @@ class Strategy:
             if rest != "now":
                 self.set_timer("end/now", self.now)
             else:
-                self._ending = True
-                if not self._making:
-                    self.stop("time is up")
+                self._end("time is up")
         elif kind == "rejoin":
             name, _, count = rest.rpartition("/")
             facility = self.facilities[name]
@@ -521,6 +531,7 @@ _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     RunStarted: Strategy._run_started,
     RunPaused: Strategy._run_paused,
     RunResumed: Strategy._run_resumed,
+    StopRequested: Strategy._stop_requested,
     CoordinatorResumed: Strategy._coordinator_resumed,
     FacilityJoined: Strategy._facility_joined,
     FacilityLeft: Strategy._facility_left,

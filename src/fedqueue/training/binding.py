@@ -91,8 +91,9 @@ def this_job(environment: Mapping[str, str], entered_at: float) -> Job | None:
         ) from error
     where = folder / "order.json"
     order = read_json(where, entered_at + FILE_PATIENCE)
-    if order.get("protocol") != PROTOCOL:
-        raise ParticipateError(f"{where}: protocol must be {PROTOCOL}, found {order.get('protocol')!r}")
+    if order.get("protocol") not in (PROTOCOL, PROTOCOL - 1):
+        spoken = f"{PROTOCOL} or {PROTOCOL - 1}"
+        raise ParticipateError(f"{where}: protocol must be {spoken}, found {order.get('protocol')!r}")
     assigned, nodes = order.get("assignment"), order.get("nodes")
     assignment = None
     if assigned is not None:

@@ -1,0 +1,63 @@
+"""Which optional packages a command needs: it says so before it begins anything, and how to install them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final, Literal
+
+from fedqueue.config import Config
+from fedqueue.errors import ConfigError
+
+Extra = Literal["train", "plots", "serve"]
+
+MODULES: Final[dict[str, tuple[str, ...]]] = {
+    "boosting": ("sklearn",),
+    "train": ("torch", "safetensors", "sklearn"),
+    "plots": ("matplotlib",),
+    "serve": ("uvicorn", "starlette", "cryptography"),
+    "huggingface": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
+}
+"""The modules of each extra in pyproject.toml; where two have the same, the smaller one is first."""
+
+USES: Final[dict[str, str]] = {
+    "train": "training models",
+    "plots": "drawing plots and reports",
+    "serve": "coordinating real runs",
+}
+
+
+def need(*extras: Extra, instead: str = "") -> None:
+    """Refuse to begin without these. `instead`: what else helps."""
+    for extra in extras:
+        missing = [name for name in MODULES[extra] if not _is_here(name)]
+        if missing:
+            raise ConfigError(f"{USES[extra]} needs {', '.join(missing)}: {install(extra)}{instead}")
+
+
+def need_for(config: Config, *, plots: bool = False, real: bool = False) -> None:
+    """What a run of this config needs."""
+    trains = config.task.name != "timing" and not (real and config.worker.command is not None)
+    if real:
+        need("serve")
+    if trains:
+        need("train")
+    if plots:
+        need("plots", instead=", or add --no-plots")
+
+
+def install(extra: str) -> str:
+    return f"pip install 'fedqueue[{extra}]'"
+
+
+def extra_of(module: str | None) -> str | None:
+    """The extra that brings a module which could not be imported."""
+    top = (module or "").partition(".")[0]
+    return next((extra for extra, names in MODULES.items() if top in names), None)
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
