@@ -166,7 +166,7 @@ def _lay_out(schedule: Schedule, base: Path) -> Run:
     if schedule.evaluates:
         agent["evaluate_command"] = shlex.join([sys.executable, "-I", "-S", str(harness.WORKER)])
     if schedule.real_worker:
-        agent["command"] = f"{sys.executable} -m fedqueue.training.worker {base}/run/config.json $(basename $HOME)"
+        agent["command"] = f"{sys.executable} -m fedqueue.training.worker {base}/run/task.json"
         agent["environment"] = {"PYTHONPATH": str(harness.SOURCE)}
     run = Run(
         base,

@@ -180,7 +180,7 @@ def test_a_killed_worker_and_a_hung_worker_fail_and_are_replaced(tmp_path: Path)
 
 def test_a_real_worker_killed_between_its_update_and_its_result_handed_in_nothing(tmp_path: Path) -> None:
     tree = tree_of("fedasync", rounds=2, port=free_port(), options={"steps": 3})
-    command = f"{sys.executable} -m fedqueue.training.worker {tmp_path}/run/config.json any"
+    command = f"{sys.executable} -m fedqueue.training.worker {tmp_path}/run/task.json"
     agent = {
         "command": command,
         "environment": {"PYTHONPATH": str(SOURCE)},

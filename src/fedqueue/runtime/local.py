@@ -20,7 +20,7 @@ from fedqueue.runtime.access import Access
 from fedqueue.runtime.coordinator import Coordinator
 from fedqueue.runtime.enrolment import Enrolment
 from fedqueue.runtime.schedulers.localjob import started_ticks
-from fedqueue.runtime.scoring import STORED
+from fedqueue.runtime.scoring import TASK
 from fedqueue.sim.queues import make_queue
 
 WAITS: Final = 500  # extra waits drawn for a facility; then they come again
@@ -112,8 +112,8 @@ class Agents:
     def _toml(self, facility: FacilitySettings) -> str:
         agent: dict[str, Any] = {
             "home": str(self._home(facility.name)),
-            "command": self._command(facility),
-            "evaluate_command": self._command(facility),
+            "command": self._command(),
+            "evaluate_command": self._command(),
             "poll_seconds": self._config.worker.poll_seconds,
             "grace_seconds": GRACE_SECONDS,
             "stage_worker": self._config.worker.command is not None,
@@ -122,11 +122,10 @@ class Agents:
             agent["environment"] = {"PYTHONPATH": _python_path()}
         return _table("agent", agent) + _table("scheduler", self._scheduler(facility))
 
-    def _command(self, facility: FacilitySettings) -> str:
+    def _command(self) -> str:
         if self._config.worker.command is not None:
             return f"cd {shlex.quote(self._config.folder)} && {self._config.worker.command}"
-        argv = [sys.executable, "-m", "fedqueue.training.worker", str(self._folder / STORED), facility.name]
-        return shlex.join(argv)
+        return shlex.join([sys.executable, "-m", "fedqueue.training.worker", str(self._folder / TASK)])
 
     def _scheduler(self, facility: FacilitySettings) -> Mapping[str, Any]:
         if facility.scheduler is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import shutil
@@ -20,8 +21,9 @@ from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe, write_json
 from fedqueue.runtime.coordinator import Coordinator
-from fedqueue.runtime.scoring import STORED, first_model
+from fedqueue.runtime.scoring import STORED, TASK, first_model
 from fedqueue.runtime.store import Store
+from fedqueue.training.settings import StoredTask
 
 FINAL: Final = "model.safetensors"
 
@@ -38,8 +40,21 @@ def stored_config(folder: Path) -> Config:
     return parse(stored["tree"], where=str(folder / STORED), folder=Path(stored["folder"]))
 
 
+def store_task(config: Config, folder: Path) -> None:
+    """For jobs and scorers, which need not know the rest."""
+    stored = StoredTask(
+        task=config.task,
+        seed=config.run.seed,
+        facilities=[facility.name for facility in config.facility],
+        steps_per_second={f.name: f.steps_per_second for f in config.facility if f.steps_per_second is not None},
+        folder=config.folder,
+    )
+    write_json(folder / TASK, dataclasses.asdict(stored))
+
+
 def ensure_ledger(config: Config, folder: Path) -> None:
     """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
+    store_task(config, folder)
     if has_ledger(folder):
         return
     path = folder / FILE

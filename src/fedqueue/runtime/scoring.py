@@ -20,6 +20,8 @@ from fedqueue.runtime.coordinator import Coordinator, Scorer
 
 STORED: Final = "config.json"
 """The run's config in its folder: plain values and where relative paths begin."""
+TASK: Final = "task.json"
+"""What of it jobs and scorers need."""
 
 TRIES: Final = 2  # of one model, before the run goes on without its score
 
@@ -34,7 +36,7 @@ def make_scorer(config: Config, folder: Path) -> Callable[[Coordinator], Scorer]
         return lambda coordinator: _Scorer(coordinator, _OneByOne(command, config), evaluation.timeout_seconds)
     if config.task.name == "timing" or config.worker.command is not None:
         return None
-    argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / STORED)]
+    argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / TASK)]
     return lambda coordinator: _Scorer(coordinator, _Standing(argv, folder), evaluation.timeout_seconds)
 
 
@@ -174,7 +176,7 @@ class _OneByOne:
 
 def first_model(config: Config, folder: Path, target: Path) -> Sequence[int] | None:
     """Have the task make the first model; the sizes of the facilities' data."""
-    argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / STORED), str(target)]
+    argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / TASK), str(target)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["it said nothing"]

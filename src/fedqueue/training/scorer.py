@@ -1,7 +1,7 @@
 """A process beside the coordinator that knows the task: it makes the first model, and scores new ones.
 
-    python -m fedqueue.training.scorer CONFIG.json            reads {"version", "model"} lines, writes {"version", ...}
-    python -m fedqueue.training.scorer CONFIG.json FIRST      writes the first model there, and says the data's sizes
+    python -m fedqueue.training.scorer TASK.json            reads {"version", "model"} lines, writes {"version", ...}
+    python -m fedqueue.training.scorer TASK.json FIRST      writes the first model there, and says the data's sizes
 
 Whatever goes wrong in the task's code ends this process, not the run. Only it loads torch.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from fedqueue.roles import declaration
-from fedqueue.training.worker import load_stored
+from fedqueue.training.settings import StoredTask
 
 
 def main(arguments: list[str]) -> int:
@@ -21,10 +21,10 @@ def main(arguments: list[str]) -> int:
 
     from fedqueue.training.tasks import make_task
 
-    config = load_stored(Path(arguments[0]))
+    stored = StoredTask.load(Path(arguments[0]))
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the task prints is not an answer
-    task = make_task(config.task, len(config.facility), config.run.seed)
+    task = make_task(stored.task, len(stored.facilities), stored.seed)
     if len(arguments) > 1:
         save_file(task.initial_model(), arguments[1], metadata=declaration(task.declared_roles()))
         print(json.dumps({"sizes": task.data_sizes()}), file=answers)

@@ -1,11 +1,16 @@
-"""What a run says about its training; standard library only, since the config reads it everywhere."""
+"""What a run says about its training; no torch, since the config reads it everywhere."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from fedqueue.settings import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,26 @@ class TaskSettings:
             _check_count("train_samples", self.train_samples)
         if self.test_samples is not None:
             _check_count("test_samples", self.test_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTask:
+    """task.json of a run folder: what a job or a scorer has to know of the run's config."""
+
+    task: TaskSettings
+    seed: int
+    facilities: list[str]
+    steps_per_second: dict[str, float]
+    """How fast facilities pretend to be where nothing is trained."""
+    folder: str
+    """Where a task of the user's own may lie."""
+
+    @classmethod
+    def load(cls, path: Path) -> StoredTask:
+        stored = read(cls, json.loads(path.read_text(encoding="utf-8")), path.name)
+        if stored.folder not in sys.path:
+            sys.path.insert(0, stored.folder)
+        return stored
 
 
 def _check_count(field_name: str, value: int) -> None:
