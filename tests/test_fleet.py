@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
+from fedqueue.roles import buffer_roles
 from fedqueue.sim.runner import Learned, simulate
+from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
+from fedqueue.training.recorded import SlotJob
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.workload import load_workload
+from fedqueue.training.tasks import make_task, seed_of_job, share_out, workload_of
+from fedqueue.training.trainer import batches
+from fedqueue.training.workload import Workload, load_workload
 from fedqueue_reproduction.fleet import run_many
-from fedqueue_reproduction.slots import SlotJob, Slots, why_not_in_slots
+from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 from tests.conftest import STRATEGY_NAMES, facility
 
@@ -40,6 +45,27 @@ def images(count: int) -> tuple[Tensor, Tensor]:
     inputs = torch.full((count, 2, 8, 8), -0.4)
     inputs[:, :, 2:6, 1:7] = torch.randn(count, 2, 4, 6)
     return inputs, torch.randint(0, 3, (count,))
+
+
+class Normalised(nn.Module):
+    """A network that cannot be stacked: it is no Sequential, and it keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 6, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(nn.functional.relu(self.norm(self.first(x))).mean((2, 3)))
+        return outputs
+
+
+def normalised(**fields: Any) -> Workload:
+    def mirrored(inputs: Tensor, draws: Tensor) -> Tensor:
+        return torch.where((draws & 1).bool().view(-1, 1, 1, 1), inputs.flip(3), inputs)
+
+    chosen = {"make_model": Normalised, "augment": mirrored, "recordable": True, **fields}
+    return Workload(train=images(90), test=images(60), **chosen)
 
 
 def config_of(strategy: str, seed: int, **changes: Any) -> Config:
@@ -169,6 +195,78 @@ def test_a_fleet_meets_faults_as_a_run_alone_does() -> None:
     assert tallies[0]["updates"]["rejected"] > 0
 
 
+def test_a_lane_trains_as_the_plain_loop_does_whatever_runs_beside_it() -> None:
+    settings = TaskSettings(name="tests.test_fleet:normalised", partition="iid", batch_size=16)
+    task = make_task(settings, facilities=2, seed=3)
+    workload, start = workload_of(settings), task.initial_model()
+    rows = rows_of(Normalised())
+    lanes = Lanes(workload, rows, workload.train, slots=3, batch_size=16)
+    parts = share_out(workload, settings, 2, seed=3)
+    # Facility, steps, key; the last one comes into a lane that was used before.
+    plans = [(0, 9, 4), (1, 12, 5), (1, 4, 6), (0, 7, 4)]
+    rates = [0.01, 0.02, 0.05, 0.03]
+
+    def job(number: int) -> SlotJob:
+        (place, steps, key), rate = plans[number], rates[number]
+        seed = seed_of_job(3, place, key)
+        order = list(batches(parts[place], 16, steps, torch.Generator().manual_seed(seed)))
+        return SlotJob(rows.flatten(start), torch.stack(order), rate, seed)
+
+    lanes.load({0: job(0), 2: job(2)})
+    lanes.advance(3)
+    lanes.load({1: job(1)})
+    lanes.advance(12)
+    found = list(lanes.take([0, 1, 2])[0])
+    lanes.load({0: job(3)})
+    lanes.advance(20)
+    found += lanes.take([0])[0]
+    for row, (place, steps, key), rate in zip(found, plans, rates, strict=True):
+        plain = task.train(facility=place, model=start, steps=steps, learning_rate=rate, key=key).model
+        for name, value in rows.unflatten(row).items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
+    assert lanes.losses(0).item() / 7 == pytest.approx(
+        task.train(facility=0, model=start, steps=7, learning_rate=0.03, key=4).loss, rel=1e-4
+    )
+
+
+def test_batches_smaller_than_others_are_no_filled_up_ones() -> None:
+    """A normalisation sees the samples of its own batch, and no others."""
+    workload = normalised()
+    module = Normalised()
+    rows = rows_of(module)
+    lanes = Lanes(workload, rows, workload.train, slots=1, batch_size=16)
+    lanes.load({0: SlotJob(rows.flatten(module.state_dict()), torch.tensor([[3, 4, 5]]), 0.01, 1)})
+    lanes.advance(1)
+    alone = Lanes(workload, rows, workload.train, slots=1, batch_size=3)
+    alone.load({0: SlotJob(rows.flatten(module.state_dict()), torch.tensor([[3, 4, 5]]), 0.01, 1)})
+    alone.advance(1)
+    assert torch.equal(lanes.take([0])[0], alone.take([0])[0])
+
+
+def test_a_row_holds_a_model_in_parts_that_are_averaged_alike() -> None:
+    module = Normalised()
+    rows = rows_of(module, buffer_roles(module))
+    row = rows.flatten(module.state_dict())
+    for name, value in rows.unflatten(row).items():
+        assert torch.equal(value, module.state_dict()[name])
+    parts = rows.parts(row)
+    assert list(rows.roles.values()) == ["parameter", "statistic"]
+    assert sum(part.count_nonzero() for part in parts.values()) == row.count_nonzero()
+    assert parts["buffers: statistic"].sum() == 6.0  # of running_var
+    assert torch.equal(rows.join(parts), row)
+
+
+def test_runs_with_normalisation_share_a_device_and_score_as_alone() -> None:
+    task = {"name": "tests.test_fleet:normalised", "batch_size": 8}
+    configs = [config_of(strategy, 5, task=task) for strategy in ("fedavg", "fedasync", "jit")]
+    together = fleet_scores(configs, slots=2)
+    assert [fleet_scores([config], slots=2)[0] for config in configs] == together
+    for config, curve in zip(configs, together, strict=True):
+        alone = scores(config)
+        assert [at for at, _ in curve] == [at for at, _ in alone]
+        assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=2.5 / 60)
+
+
 def test_an_error_in_one_run_ends_all_and_is_raised() -> None:
     configs = [config_of("fedavg", seed) for seed in (1, 2, 3)]
 
@@ -188,8 +286,18 @@ def test_what_cannot_be_stacked_is_said_in_one_line() -> None:
     digits = load_workload("digits", {})
     assert why_not_in_slots(digits, digits.make_model(), TaskSettings()) is None
     assert "Adam" in str(why_not_in_slots(digits, digits.make_model(), TaskSettings(optimizer="sgd")))
-    with pytest.raises(TaskError, match="--device cpu"):
+    with pytest.raises(TaskError, match="not plain Adam; use --device cpu"):
         list(run_many([config_of("fedavg", 1, task={"optimizer": "sgd"})], lambda i, learned: None, device="cpu"))
+    for reason, workload, module in (
+        ("recordable", normalised(recordable=False), Normalised()),
+        ("layer 1 draws random numbers", normalised(), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))),
+        ("layer 0 has no momentum", normalised(), nn.Sequential(nn.BatchNorm1d(2, momentum=None))),
+        ("weight is torch.float64", normalised(), nn.Linear(2, 2).double()),
+        ("do not train", normalised(), nn.Linear(2, 2).requires_grad_(False)),
+        ("loss or a score of its own", normalised(loss=nn.functional.mse_loss), Normalised()),
+    ):
+        assert reason in str(why_not_in_lanes(workload, module, TaskSettings()))
+    assert "augments" in str(why_not_in_slots(normalised(), digits.make_model(), TaskSettings()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -209,7 +209,7 @@ def test_an_own_task_takes_options_and_its_score() -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("cifar", "task 'cifar' is not known; use one of 'digits', 'mnist', or your own"),
+        ("cifar", "task 'cifar' is not known; use one of 'digits', 'mnist', 'cifar100', or your own"),
         (":x", "is not known"),
         ("absent_task:make", "there is no module 'absent_task' in the current folder or on PYTHONPATH"),
         ("broken_task:make", "module 'package_that_is_not_there' is not installed"),

@@ -19,23 +19,27 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fedqueue.aggregate import Contribution, StateDict, aggregate
+from fedqueue.aggregate import Contribution, aggregate, roles_of
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
 from fedqueue.messages import Aggregate, Assignment
+from fedqueue.roles import buffer_roles, must_match
 from fedqueue.sim.learning import Key, Learning, luck_of
-from fedqueue.training.settings import TaskSettings
+from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
+from fedqueue.training.recorded import Scorer, SlotJob, put
+from fedqueue.training.rows import Rows
 from fedqueue.training.tasks import chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
-from fedqueue_reproduction.slots import Scorer, SlotJob, Slots, put, why_not_in_slots
+from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack
 
 T = TypeVar("T")
 
 SLOTS = 64  # jobs side by side: more keep no accelerator busier, and each run waits longer for its own
 RUNS_A_SLOT = 3  # so many runs are under way that slots do not stand empty while runs wait for scores
+LANES = 8  # the same for networks that cannot be stacked
+RUNS_A_LANE = 1  # these train longer than they are scored, and a run that is begun should soon be over
 GRAIN = 8  # steps that are done before slots are looked at
-ALL = "all"  # the name of the flat row that stands for a model
 
 
 @dataclass(eq=False, slots=True)
@@ -77,20 +81,37 @@ class _Flight:
 class Bench:
     """One device with its slots, its samples and its scorer, for all runs of one task."""
 
-    def __init__(self, settings: TaskSettings, device: torch.device, slots: int = SLOTS) -> None:
+    def __init__(self, config: Config, device: torch.device, slots: int | None = None) -> None:
+        settings = config.task
         self.device = device
         self.workload = workload_of(settings)
+        self.batch_size = settings.batch_size
         module = self.workload.make_model()
-        reason = why_not_in_slots(self.workload, module, settings)
-        if reason is not None:
-            raise TaskError(f"task {settings.name!r}: its runs cannot share a device: {reason}; use --device cpu")
-        self.stack = Stack(module)
+        first = module.state_dict()
+        must_match(config.model.roles, first)
+        self.roles = roles_of(first, buffer_roles(module), config.model.roles)
+        self.megabytes = sum(tensor.numel() * tensor.element_size() for tensor in first.values()) / 1e6
         train = (self.workload.train[0].to(device), self.workload.train[1].to(device))
         test = (self.workload.test[0].to(device), self.workload.test[1].to(device))
-        self.batch_size = settings.batch_size
-        self._slots = Slots(self.stack, train, slots=slots, batch_size=settings.batch_size)
-        self._scorer = Scorer(self.workload.make_model(), self.stack, test)
-        self._free = list(range(slots))
+        not_in_slots = why_not_in_slots(self.workload, module, settings)
+        not_in_lanes = why_not_in_lanes(self.workload, module, settings)
+        self._slots: Slots | Lanes
+        if not_in_slots is None:
+            stack = Stack(module, self.roles)
+            count, self.most_runs = slots or SLOTS, RUNS_A_SLOT * (slots or SLOTS)
+            self.rows: Rows = stack
+            self._slots = Slots(stack, train, slots=count, batch_size=settings.batch_size)
+        elif not_in_lanes is None:
+            # Some of the accelerator's quickest convolutions differ in the last bits from call to call.
+            torch.backends.cudnn.deterministic = True
+            count, self.most_runs = slots or LANES, RUNS_A_LANE * (slots or LANES)
+            self.rows = rows_of(module, self.roles)
+            self._slots = Lanes(self.workload, self.rows, train, slots=count, batch_size=settings.batch_size)
+        else:
+            reason = not_in_lanes if self.workload.recordable else not_in_slots
+            raise TaskError(f"task {settings.name!r}: its runs cannot share a device: {reason}; use --device cpu")
+        self._scorer = Scorer(self.workload, self.rows, test)
+        self._free = list(range(count))
         self._busy: dict[int, _Ticket] = {}
         self._jobs: deque[_Ticket] = deque()
         self._scores: list[_Score] = []
@@ -176,8 +197,13 @@ def _back(tensor: Tensor) -> Tensor:
     return room.copy_(tensor, non_blocking=True)
 
 
+class _Model:
+    def __init__(self, rows: Rows, row: Tensor) -> None:
+        self.row, self.parts = row, rows.parts(row)
+
+
 class FleetLearning:
-    """The learning of one run among many. A model is one flat row on the device."""
+    """The learning of one run among many. A model is one flat row on the device, in parts that are averaged alike."""
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
         settings, seed = config.task, config.run.seed
@@ -187,20 +213,20 @@ class FleetLearning:
         self._parts = share_out(bench.workload, settings, len(config.facility), seed)
         chosen = chosen_for_test(bench.workload, settings, seed)
         self._chosen = None if chosen is None else put(chosen, bench.device)
-        first = bench.stack.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
-        self._models: dict[int, StateDict] = {0: {ALL: put(first, bench.device)}}
+        first = bench.rows.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
+        self._models: dict[int, _Model] = {0: _Model(bench.rows, put(first, bench.device))}
         self._updates: dict[Key, tuple[_Ticket, int, int]] = {}  # ticket, base version, steps
         self._corrupt: set[Key] = set()
-        self.roles: Mapping[str, str] = {}  # it has no buffers
+        self.roles: Mapping[str, str] = bench.roles
         self.data_sizes = [len(part) for part in self._parts]
-        self.megabytes = 4 * sum(place.stop - place.start for place in bench.stack.places) / 1e6
+        self.megabytes = bench.megabytes
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
         part = self._parts[facility]
         seed = seed_of_job(self._seed, facility, luck_of(facility, number))
         order = batches(part, self._bench.batch_size, steps, torch.Generator().manual_seed(seed))
         job = SlotJob(
-            row=self._models[work.base_version][ALL],
+            row=self._models[work.base_version].row,
             batches=torch.stack(list(order)),
             learning_rate=work.learning_rate,
             key=seed,
@@ -221,13 +247,15 @@ class FleetLearning:
         return None if ticket.finite and key not in self._corrupt else "it has values that are not finite"
 
     def aggregate(self, command: Aggregate) -> None:
-        contributions = []
+        rows, contributions = self._bench.rows, []
         for share in command.weights:
             ticket, base, _ = self._updates.pop((share.job_id, share.attempt))
             assert ticket.row is not None  # it arrived, so it was waited for
-            contributions.append(Contribution(weight=share.weight, trained={ALL: ticket.row}, base=self._models[base]))
-        current = self._models[command.from_version]
-        self._models[command.to_version] = aggregate(current, contributions, command.rule)
+            trained = rows.parts(ticket.row)
+            contributions.append(Contribution(weight=share.weight, trained=trained, base=self._models[base].parts))
+        current = self._models[command.from_version].parts
+        made = aggregate(current, contributions, command.rule, rows.roles, from_first=command.from_version == 0)
+        self._models[command.to_version] = _Model(rows, rows.join(made))
 
     def forget(self, key: Key) -> None:
         self._updates.pop(key, None)
@@ -239,7 +267,7 @@ class FleetLearning:
             del self._models[version]
 
     def score(self, version: int) -> dict[str, float] | None:
-        score = self._bench.score(self._models[version][ALL], self._chosen)
+        score = self._bench.score(self._models[version].row, self._chosen)
         self._wait(score)
         accuracy, loss = score.value
         return {"score": accuracy, "loss": loss}
@@ -293,7 +321,7 @@ def run_many(
     work: Callable[[int, tuple[Learning, Sequence[int] | None]], T],
     *,
     device: str = "cuda",
-    slots: int = SLOTS,
+    slots: int | None = None,
 ) -> Iterator[tuple[int, T]]:
     """`work(i, learned)` for every config, many at once; (i, what it returned) as they finish.
 
@@ -308,13 +336,17 @@ def run_many(
     ready: deque[_Run[T]] = deque()
     try:
         while waiting or alive:
-            while waiting and len(alive) < RUNS_A_SLOT * slots:
-                number = waiting.popleft()
-                settings = configs[number].task
-                place = repr((settings.name, settings.options, settings.batch_size, settings.optimizer))
+            while waiting:
+                number = waiting[0]
+                config = configs[number]
+                settings, roles = config.task, config.model.roles
+                place = repr((settings.name, settings.options, settings.batch_size, settings.optimizer, roles))
                 if place not in benches:
-                    benches[place] = Bench(settings, torch.device(device), slots)
-                run: _Run[T] = _Run(number, configs[number], benches[place], work)
+                    benches[place] = Bench(config, torch.device(device), slots)
+                if len(alive) >= benches[place].most_runs:
+                    break
+                waiting.popleft()
+                run: _Run[T] = _Run(number, config, benches[place], work)
                 run.begin()
                 alive.add(run)
                 ready.append(run)

@@ -7,45 +7,23 @@ its own, and every slot goes through the same kernels, so a result does not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
+from fedqueue.training.keyed import signed
+from fedqueue.training.recorded import Adam, SlotJob, capture, put, why_not_adam
 from fedqueue.training.settings import TaskSettings
 from fedqueue.training.workload import Samples, Workload
-from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, quick, why_not
+from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # Adam as torch has it by default
 NO_SAMPLE = -1
-SCORE_CHUNK = 2500  # test samples in one forward pass
-
-
-@dataclass(frozen=True, slots=True)
-class SlotJob:
-    """What a slot is given to do."""
-
-    row: Tensor
-    """The parameters to start from, flat, on the device."""
-    batches: Tensor
-    """Sample numbers (steps, batch size, or less where a facility has fewer samples)."""
-    learning_rate: float
-    key: int
-    """Selects the random numbers of dropout."""
-
-    @property
-    def steps(self) -> int:
-        return len(self.batches)
 
 
 def why_not_in_slots(workload: Workload, module: nn.Module, settings: TaskSettings) -> str | None:
     """Why jobs of this task cannot share a launch; None if they can."""
-    if workload.loss is not nn.functional.cross_entropy or workload.score is not None:
-        return "it has a loss or a score of its own"
-    if settings.optimizer != "adam" or settings.weight_decay:
-        return "its optimizer is not plain Adam"
-    return why_not(module)
+    if workload.augment is not None:
+        return "it augments its samples"
+    return why_not_adam(workload, settings) or why_not(module)
 
 
 class Slots:
@@ -57,9 +35,8 @@ class Slots:
         self.count = slots
         width = stack.width
         self._rows = self._zeros(slots, width)  # the parameters
-        self._first, self._second = self._zeros(slots, width), self._zeros(slots, width)  # Adam's moments
         self._gradients = self._zeros(slots, width)
-        self._rate = self._zeros(slots, 1)
+        self._adam = Adam(self._rows, self._gradients)
         self._done = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._keys = torch.zeros(slots, dtype=torch.int64, device=self._device)
@@ -79,13 +56,12 @@ class Slots:
         batches = torch.full((len(jobs), longest, self._batch_size), NO_SAMPLE, dtype=torch.int32)
         for mine, job in zip(batches, jobs.values(), strict=True):
             mine[: job.steps, : job.batches.shape[1]] = job.batches
-        facts = [(number, job.steps, _signed(job.key)) for number, job in jobs.items()]
+        facts = [(number, job.steps, signed(job.key)) for number, job in jobs.items()]
         numbers, steps, keys = put(torch.tensor(facts), self._device).unbind(1)
         self._rows[numbers] = torch.stack([job.row for job in jobs.values()])
-        self._first[numbers], self._second[numbers] = 0.0, 0.0
         self._done[numbers], self._steps[numbers], self._keys[numbers] = 0, steps, keys
         rates = torch.tensor([[job.learning_rate] for job in jobs.values()], dtype=torch.float32)
-        self._rate[numbers] = put(rates, self._device)
+        self._adam.restart(numbers, put(rates, self._device))
         self._batches[numbers, :longest] = put(batches, self._device)
 
     def advance(self, steps: int) -> None:
@@ -117,14 +93,11 @@ class Slots:
             self._gradients[:, place.start : place.stop] = gradient.reshape(self.count, -1)
         unfinished = self._done < self._steps
         self._done += 1
-        number = self._done.to(torch.float64)[:, None]
-        root = torch.sqrt(1 - BETA2**number).to(torch.float32)
-        size = self._rate / (1 - BETA1**number).to(torch.float32) * unfinished[:, None]
-        quick(_adam, self._rows)(self._rows, self._gradients, self._first, self._second, size, root)
+        self._adam.step(self._done, unfinished)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """A step, recorded. The slots are as they were afterwards."""
-        state = (self._rows, self._first, self._second, self._done)
+        state = (self._rows, *self._adam.moments, self._done)
         kept = [tensor.clone() for tensor in state]
         graph = capture(self._step, self._device)
         for tensor, before in zip(state, kept, strict=True):
@@ -137,72 +110,3 @@ class Slots:
     def _room(self, steps: int) -> Tensor:
         shape = (self.count, steps, self._batch_size)
         return torch.full(shape, NO_SAMPLE, dtype=torch.int32, device=self._device)
-
-
-def _adam(rows: Tensor, gradients: Tensor, first: Tensor, second: Tensor, size: Tensor, root: Tensor) -> None:
-    """One step in place; `size` is the rate over the first moment's bias, `root` that of the second's bias."""
-    first.lerp_(gradients, 1 - BETA1)
-    second.mul_(BETA2).addcmul_(gradients, gradients, value=1 - BETA2)
-    rows.sub_(first * size / (second.sqrt() / root + EPSILON))
-
-
-class Scorer:
-    """Scores models one by one on the same samples; on an accelerator as one captured graph."""
-
-    def __init__(self, module: nn.Module, stack: Stack, samples: Samples) -> None:
-        self._inputs, self._targets = samples
-        self._row = torch.zeros(stack.width, dtype=torch.float32, device=self._inputs.device)
-        self._module = module.to(self._inputs.device).eval()
-        views = stack.unflatten(self._row)
-        for name, parameter in self._module.named_parameters():
-            parameter.requires_grad_(False)
-            parameter.data = views[name]
-        if self._inputs.ndim == 4 and self._inputs.is_cuda:
-            self._inputs = self._inputs.to(memory_format=torch.channels_last)  # as quick convolutions have it
-        self._outputs = quick(self._module, self._row)
-        self._losses, self._hits = torch.empty(0), torch.empty(0)
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def score(self, row: Tensor, chosen: Tensor | None) -> Tensor:
-        """(accuracy, mean loss) on the chosen samples, or on all; on the device."""
-        self._row.copy_(row)
-        if self._row.device.type != "cuda":
-            self._look()
-        else:
-            if self._graph is None:
-                self._graph = capture(self._look, self._row.device)
-            self._graph.replay()
-        losses, hits = self._losses, self._hits
-        if chosen is not None:
-            losses, hits = losses[chosen], hits[chosen]
-        return torch.stack([hits.to(torch.float64).mean(), losses.to(torch.float64).mean()])
-
-    def _look(self) -> None:
-        with torch.no_grad():
-            outputs = torch.cat([self._outputs(chunk) for chunk in torch.split(self._inputs, SCORE_CHUNK)])
-            self._losses = nn.functional.cross_entropy(outputs, self._targets, reduction="none")
-            self._hits = outputs.argmax(dim=1) == self._targets
-
-
-def capture(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Records what `step` does on the device; it is done a few times on the way."""
-    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
-        for _ in range(3):  # libraries take their workspaces now, not while recording
-            step()
-    torch.cuda.current_stream(device).wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def put(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for what it is doing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _signed(key: int) -> int:
-    """A key of up to 64 bits as torch's whole numbers hold it."""
-    return (key + 2**63) % 2**64 - 2**63

@@ -7,36 +7,18 @@ Images lie channels last. `Stack` knows the plain layers below; for anything els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from math import prod
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._triton import has_triton
 
-T = TypeVar("T")
-
-ALIGN = 32  # values; matrix kernels are quickest where rows begin at 128 bytes
+from fedqueue.training.keyed import draws
+from fedqueue.training.recorded import quick
+from fedqueue.training.rows import Rows
 
 Drop = Callable[[Tensor, float, int], Tensor]
 """(activations, probability, number of the layer) -> what is left of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter lies in the flat row of its slot."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.shape)
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -68,35 +50,15 @@ def _why_not_layer(layer: nn.Module) -> str | None:
     return None if ok else f"its layer {layer} is not one that can be stacked"
 
 
-class Stack:
+class Stack(Rows):
     """The network as a function of stacked parameters; example: `Stack(module).outputs(leaves, images, drop)`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, roles: Mapping[str, str] | None = None) -> None:
         reason = why_not(module)
         if reason is not None or not isinstance(module, nn.Sequential):
             raise ValueError(reason)
-        self.places: list[Place] = []
-        start = 0
-        for name, parameter in module.named_parameters():
-            place = Place(name, tuple(parameter.shape), start)
-            self.places.append(place)
-            start = -(-place.stop // ALIGN) * ALIGN
-        self.width = start
-        """Values in the flat row of a slot, gaps included."""
+        super().__init__(module.named_parameters(), roles=roles)
         self._layers: list[tuple[str, nn.Module]] = list(module.named_children())
-
-    def flatten(self, model: dict[str, Tensor]) -> Tensor:
-        """The model's parameters in one row."""
-        first = next(iter(model.values()))
-        row = torch.zeros(self.width, dtype=torch.float32, device=first.device)
-        for place in self.places:
-            row[place.start : place.stop] = model[place.name].reshape(-1)
-        return row
-
-    def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Views of a row (or of a stack of rows) by the names of the parameters."""
-        ahead = row.shape[:-1]
-        return {p.name: row[..., p.start : p.stop].view(*ahead, *p.shape) for p in self.places}
 
     def outputs(self, parameters: dict[str, Tensor], inputs: Tensor, drop: Drop | None) -> Tensor:
         """Inputs (slots, samples, ...) -> outputs (slots, samples, ...). `drop` None: nothing is dropped out."""
@@ -154,16 +116,6 @@ def _gather(x: Tensor, side: int) -> Tensor:
     return windows.permute(0, 1, 2, 3, 5, 6, 4).reshape(x.shape[0], -1, side * side * x.shape[-1])
 
 
-def quick(function: Callable[..., T], like: Tensor) -> Callable[..., T]:
-    """On an accelerator, compiled into one kernel if that can be done: half of a step's time is copying about."""
-    return _compiled(function) if like.is_cuda and has_triton() else function
-
-
-@cache
-def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    return torch.compile(function, dynamic=False)
-
-
 class _Convolution(torch.autograd.Function):
     """Without bias, stride 1, zeros around: the image keeps its size."""
 
@@ -205,20 +157,8 @@ def keyed_drop(keys: Tensor, steps: Tensor) -> Drop:
     """
 
     def drop(x: Tensor, probability: float, layer: int) -> Tensor:
-        places = torch.arange(x[0].numel(), device=x.device)
-        mixed = _mix(keys + _mix(steps * 64 + layer))[:, None] + places * _ODD[0]
-        draws = (_mix(mixed) >> 20) & 0xFFFFFF
-        kept = draws >= int(probability * (1 << 24))
+        drawn = (draws(keys, steps, layer, x[0].numel()) >> 20) & 0xFFFFFF
+        kept = drawn >= int(probability * (1 << 24))
         return x * kept.view_as(x) / (1 - probability)
 
     return drop
-
-
-_ODD: Sequence[int] = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Whole numbers that differ a little -> numbers that differ in every bit (64-bit arithmetic that wraps)."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _ODD[1]
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)

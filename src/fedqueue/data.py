@@ -40,8 +40,13 @@ def root() -> Path:
     """The data folder; it may not exist yet."""
     if chosen := os.environ.get("FEDQUEUE_DATA"):
         return Path(chosen).expanduser().absolute()
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache).expanduser().absolute() / "fedqueue"
+    return cache()
+
+
+def cache() -> Path:
+    """The user's own folder, for what was fetched or worked out and can be again; it may not exist yet."""
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen).expanduser().absolute() / "fedqueue"
     return Path.home() / ".cache" / "fedqueue"
 
 

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         _sqlite(),
         *(_scheduler(name) for name in _COMMANDS),
         _writable(Path.cwd()),
-        *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "traces")),
+        *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "cifar100/labels.npz", "traces")),
     ]
     marks = {"ok": "ok", "optional": "--", "missing": "MISSING"}
     for what, state, detail in checks:

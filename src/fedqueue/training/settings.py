@@ -21,7 +21,7 @@ class TaskSettings:
     """
 
     name: str = "digits"
-    """"digits", "mnist", or a function of your own as "module:function" that returns a `Workload`."""
+    """"digits", "mnist", "cifar100", or a function of your own as "module:function" that returns a `Workload`."""
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     """How the training samples are split over the facilities: skewed by label, or evenly at random."""
     dirichlet_alpha: float = 0.5
@@ -48,7 +48,7 @@ class TaskSettings:
         _check_choice("optimizer", self.optimizer, ("adam", "sgd", "adamw"))
         _check_choice("device", self.device, ("cpu", "cuda"))
         if not self.name:
-            raise ValueError("name must be 'digits', 'mnist' or 'module:function', found ''")
+            raise ValueError("name must be 'digits', 'mnist', 'cifar100' or 'module:function', found ''")
         if not (math.isfinite(self.dirichlet_alpha) and self.dirichlet_alpha > 0):
             raise ValueError(f"dirichlet_alpha must be above 0, found {self.dirichlet_alpha}")
         if not 0 <= self.momentum < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +15,9 @@ from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
 from fedqueue.roles import buffer_roles
 from fedqueue.training import partition
+from fedqueue.training.keyed import sample_draws
+from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
+from fedqueue.training.recorded import Scorer, SlotJob, products_in
 from fedqueue.training.settings import TaskSettings
 from fedqueue.training.trainer import (
     batches,
@@ -24,7 +27,7 @@ from fedqueue.training.trainer import (
     seeded,
     train_steps,
 )
-from fedqueue.training.workload import Workload, describe, load_workload
+from fedqueue.training.workload import Samples, Workload, describe, load_workload
 
 __all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_task"]
 
@@ -112,6 +115,9 @@ class WorkloadTask:
         self._test = (test[0].to(self._device), test[1].to(self._device))
         self._module = first_module(workload, settings, seed).to(self._device)
         self._initial = copy_state(self._module)
+        self._recorded: _Recorded | None = None
+        if self._device.type == "cuda" and why_not_in_lanes(workload, self._module, settings) is None:
+            self._recorded = _Recorded(workload, self._module, settings, self._train, self._test)
 
     def initial_model(self) -> StateDict:
         return {name: tensor.clone() for name, tensor in self._initial.items()}
@@ -137,14 +143,20 @@ class WorkloadTask:
         part, size = self._parts[facility], self._settings.batch_size
         job_seed = seed_of_job(self._seed, facility, key)
         with _blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
-            self._module.load_state_dict(model)
-            optimizer = make_optimizer(self._module, self._settings, learning_rate)
             # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
             schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
+            if self._recorded is not None:
+                job = SlotJob(self._recorded.row_of(model), torch.stack(list(schedule)), learning_rate, job_seed)
+                return self._recorded.train(model, job, during)
             if during is not None:
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
+            self._module.load_state_dict(model)
+            optimizer = make_optimizer(self._module, self._settings, learning_rate)
             counted = count()
-            total = train_steps(self._module, optimizer, self._workload.loss, self._train, _counting(schedule, counted))
+            counting = _counting(schedule, counted)
+            augment = augmentation(self._workload, job_seed)
+            with products_in(self._workload, self._device):
+                total = train_steps(self._module, optimizer, self._workload.loss, self._train, counting, augment)
         done = next(counted)
         loss = float(total) / max(1, done)
         return Trained(model=copy_state(self._module), samples=done * min(size, len(part)), loss=loss)
@@ -152,9 +164,11 @@ class WorkloadTask:
     def score(self, model: StateDict) -> dict[str, float]:
         inputs, targets = self._test
         with _blaming(self.name, "scoring"):
+            if self._recorded is not None:
+                return self._recorded.score(model)
             self._module.load_state_dict(model)
             self._module.eval()
-            with torch.inference_mode():
+            with torch.inference_mode(), products_in(self._workload, self._device):
                 outputs = torch.cat([self._module(chunk) for chunk in torch.split(inputs, SCORE_CHUNK)])
                 loss = float(self._workload.loss(outputs, targets))
                 if self._workload.score is not None:
@@ -163,6 +177,46 @@ class WorkloadTask:
                     score = float((outputs.argmax(dim=1) == targets).to(torch.float64).mean())
                 else:
                     score = -loss
+        return {"score": score, "loss": loss}
+
+
+class _Recorded:
+    """Training and scoring of one task by graphs, as a fleet of runs does it with many."""
+
+    def __init__(
+        self, workload: Workload, module: nn.Module, settings: TaskSettings, train: Samples, test: Samples
+    ) -> None:
+        self._device = train[0].device
+        self._rows = rows_of(module)
+        self._lanes = Lanes(workload, self._rows, train, slots=1, batch_size=settings.batch_size)
+        self._scorer = Scorer(workload, self._rows, test)
+
+    def row_of(self, model: StateDict) -> Tensor:
+        return self._rows.flatten(model)
+
+    def train(self, model: StateDict, job: SlotJob, during: Iterable[object] | None) -> Trained:
+        self._lanes.load({0: job})
+        done = job.steps
+        if during is None:
+            self._lanes.advance(done)
+        else:
+            done = 0
+            for _ in zip(during, range(job.steps), strict=False):
+                self._lanes.advance(1)
+                done += 1
+        trained = self._rows.unflatten(self._lanes.take([0])[0][0])
+        # What the row leaves out counts steps.
+        state = {
+            name: trained[name].clone(memory_format=torch.contiguous_format)
+            if name in trained
+            else old.to(self._device) + done
+            for name, old in model.items()
+        }
+        loss = float(self._lanes.losses(0)) / max(1, done)
+        return Trained(model=state, samples=done * job.batches.shape[1], loss=loss)
+
+    def score(self, model: StateDict) -> dict[str, float]:
+        score, loss = self._scorer.score(self.row_of(model), None).tolist()
         return {"score": score, "loss": loss}
 
 
@@ -183,6 +237,14 @@ def _blaming(name: str, doing: str) -> Iterator[None]:
 
 def seed_of_job(seed: int, facility: int, key: int) -> int:
     return derive_seed("train", seed, facility, key)
+
+
+def augmentation(workload: Workload, key: int) -> Callable[[int, Tensor], Tensor] | None:
+    """What a job with this key does to the inputs of its steps, if anything."""
+    augment = workload.augment
+    if augment is None:
+        return None
+    return lambda step, inputs: augment(inputs, sample_draws(key, step, len(inputs), inputs.device))
 
 
 def first_module(workload: Workload, settings: TaskSettings, seed: int) -> nn.Module:

@@ -69,14 +69,19 @@ def train_steps(
     loss_function: Callable[[Tensor, Tensor], Tensor],
     samples: tuple[Tensor, Tensor],
     schedule: Iterator[Tensor],
+    augment: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One optimizer step for each batch in `schedule`; the sum of their losses, still on the device."""
+    """One optimizer step for each batch in `schedule`; the sum of their losses, still on the device.
+
+    `augment` turns the inputs of a step, counted from 0, into what the module is given.
+    """
     inputs, targets = samples
     module.train()
     total = torch.zeros((), device=inputs.device)
-    for chosen in schedule:
+    for step, chosen in enumerate(schedule):
         optimizer.zero_grad()
-        loss = loss_function(module(inputs[chosen]), targets[chosen])
+        given = inputs[chosen] if augment is None else augment(step, inputs[chosen])
+        loss = loss_function(module(given), targets[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         total += loss.detach()  # not .item(): that would wait for the device in each step

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from fedqueue.errors import FedQueueError, TaskError
@@ -18,6 +19,7 @@ Samples = tuple[Tensor, Tensor]
 BUILT_IN = {
     "digits": "fedqueue.training.digits:workload",
     "mnist": "fedqueue.training.mnist:workload",
+    "cifar100": "fedqueue.training.cifar100:workload",
 }
 
 
@@ -36,6 +38,14 @@ class Workload:
     score: Callable[[Tensor, Tensor], float] | None = None
     """Of all test outputs and targets, higher is better. None: the accuracy if the targets are integers, else
     minus the loss."""
+    augment: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Training inputs of one step -> what the model is given instead. The second argument has one 64-bit number a
+    sample, every bit of it at random; they come from the job's key, so nothing else should be drawn."""
+    precision: torch.dtype = torch.float32
+    """Of products of matrices on an accelerator: torch.bfloat16 for autocast."""
+    recordable: bool = False
+    """Whether a training step does the same on the device whatever the values are, and draws no random numbers: on an
+    accelerator it is then recorded and replayed, and jobs of several runs are trained side by side."""
 
 
 def load_workload(name: str, options: Mapping[str, object]) -> Workload:
