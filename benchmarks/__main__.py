@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, forecasts, history, load, planning, simulator, training, transfer
+from benchmarks import aggregation, forecasts, history, load, planning, resnet, simulator, training, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
@@ -20,6 +20,7 @@ PARTS = {
     "history": history,
     "planning": planning,
     "training": training,
+    "resnet": resnet,
     "aggregation": aggregation,
     "transfer": transfer,
     "load": load,
