@@ -234,6 +234,14 @@ _PICTURES: Final[dict[str, tuple[_Entry, ...]]] = {
         ("times", f"Time to {_TARGET}. {INTERVALS}", times("time_to.0.95")),
         ("curves", f"Accuracy over time. {BANDS}", curves(target=0.95, columns=2)),
     ),
+    "cifar100": (
+        (
+            "figures",
+            f"Best accuracy, time to 45 % and to 50 %. {INTERVALS}",
+            several("score.max", "time_to.0.45", "time_to.0.50"),
+        ),
+        ("curves", f"Accuracy over time. {BANDS}", curves(target=0.5, columns=2, floor=0.0)),
+    ),
     "tuned": (
         (
             "times",
