@@ -15,7 +15,7 @@ from fedqueue.sim.runner import Learned, simulate
 from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
 from fedqueue.training.recorded import SlotJob
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.tasks import make_task, seed_of_job, share_out, workload_of
+from fedqueue.training.tasks import RecordedTraining, make_task, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
 from fedqueue.training.workload import Workload, load_workload
 from fedqueue_reproduction.fleet import run_many
@@ -227,6 +227,25 @@ def test_a_lane_trains_as_the_plain_loop_does_whatever_runs_beside_it() -> None:
     assert lanes.losses(0).item() / 7 == pytest.approx(
         task.train(facility=0, model=start, steps=7, learning_rate=0.03, key=4).loss, rel=1e-4
     )
+
+
+def test_a_job_by_recorded_steps_hands_in_what_the_plain_loop_does() -> None:
+    """As on an accelerator, here without graphs: state dict, counters, loss and scores; ended early too."""
+    settings = TaskSettings(name="tests.test_fleet:normalised", partition="iid", batch_size=16)
+    task, workload = make_task(settings, facilities=1, seed=3), workload_of(settings)
+    recorded = RecordedTraining(workload, Normalised(), settings, workload.train, workload.test)
+    start, seed = task.initial_model(), seed_of_job(3, 0, 8)
+    order = list(batches(torch.arange(90), 16, 9, torch.Generator().manual_seed(seed)))
+    job = SlotJob(recorded.row_of(start), torch.stack(order), 0.01, seed)
+    for during, done in ((None, 9), (range(4), 4)):
+        found = recorded.train(start, job, during)
+        plain = task.train(facility=0, model=start, steps=done, learning_rate=0.01, key=8)
+        assert found.samples == plain.samples == 16 * done
+        assert found.loss == pytest.approx(plain.loss, rel=1e-4)
+        assert list(found.model) == list(plain.model)
+        for name, tensor in plain.model.items():
+            torch.testing.assert_close(found.model[name], tensor, rtol=1e-4, atol=1e-5)
+        assert recorded.score(found.model) == pytest.approx(task.score(plain.model), rel=1e-3)
 
 
 def test_batches_smaller_than_others_are_no_filled_up_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from fedqueue.training.workload import Samples, Workload, describe, load_workloa
 
 __all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_task"]
 
+STEPS_AHEAD = 4
+"""An accelerator is given so many steps before the first of them must be done: enough to keep it busy."""
 SCORE_CHUNK = 128
 """Test samples in one forward pass; with a thousand, whose activations leave the cache, it takes twice as long."""
 
@@ -115,9 +118,9 @@ class WorkloadTask:
         self._test = (test[0].to(self._device), test[1].to(self._device))
         self._module = first_module(workload, settings, seed).to(self._device)
         self._initial = copy_state(self._module)
-        self._recorded: _Recorded | None = None
+        self._recorded: RecordedTraining | None = None
         if self._device.type == "cuda" and why_not_in_lanes(workload, self._module, settings) is None:
-            self._recorded = _Recorded(workload, self._module, settings, self._train, self._test)
+            self._recorded = RecordedTraining(workload, self._module, settings, self._train, self._test)
 
     def initial_model(self) -> StateDict:
         return {name: tensor.clone() for name, tensor in self._initial.items()}
@@ -180,7 +183,7 @@ class WorkloadTask:
         return {"score": score, "loss": loss}
 
 
-class _Recorded:
+class RecordedTraining:
     """Training and scoring of one task by graphs, as a fleet of runs does it with many."""
 
     def __init__(
@@ -201,9 +204,15 @@ class _Recorded:
             self._lanes.advance(done)
         else:
             done = 0
+            begun: deque[torch.cuda.Event] = deque()
             for _ in zip(during, range(job.steps), strict=False):
                 self._lanes.advance(1)
                 done += 1
+                if self._device.type == "cuda":  # who counts steps and looks at the clock must not be far ahead
+                    begun.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                    begun[-1].record()
+                    if len(begun) > STEPS_AHEAD:
+                        begun.popleft().synchronize()
         trained = self._rows.unflatten(self._lanes.take([0])[0][0])
         # What the row leaves out counts steps.
         state = {
