@@ -84,6 +84,7 @@ class JobStatus:
     reason: str = ""  # the scheduler's own words
     never_starts: str | None = None  # why it waits in vain
     bad_luck: bool = False  # it waits in vain, and another like it need not
+    held: str | None = None  # who keeps it from starting, and what releases it, if a person does
     name: str | None = None  # of the job with this id; not ours: a scheduler that lost its newest jobs gives ids again
     eligible_at: float | None = None  # when it could first have started: no hold, no dependency
     started_at: float | None = None

@@ -59,6 +59,7 @@ NEVER = re.compile(
     r"|(Assoc|QOS)MaxWallDuration\w*|(Assoc|QOS)GrpWall\w*",
     re.IGNORECASE,
 )
+HELD = re.compile(r"(JobHeldUser)|JobHeldAdmin|job_?requeued_?(in_)?held(_state)?", re.IGNORECASE)
 LISTING = "%i|%T|%V|%S|%l|%D"  # id, state, submission, start, limit, nodes
 BAD_LUCK = re.compile(r"launch_failed_requeued_held")  # of these, what is no fault of what was asked for
 UNREACHABLE = re.compile(
@@ -205,6 +206,7 @@ def read_status(line: str) -> JobStatus:
         reason=reason,
         never_starts=field(line, "Reason") if phase == "waiting" and NEVER.search(reason) else None,
         bad_luck=phase == "waiting" and BAD_LUCK.search(reason) is not None,
+        held=held(line) if phase == "waiting" else None,
         name=field(line, "JobName"),
         eligible_at=epoch(field(line, "EligibleTime")),
         started_at=epoch(field(line, "StartTime")) if ran else None,  # of a waiting job it is a guess
@@ -213,6 +215,18 @@ def read_status(line: str) -> JobStatus:
         outcome=outcome,
         exit_code=exit_code(field(line, "ExitCode")) if ran and phase == "ended" else None,
     )
+
+
+def held(line: str) -> str | None:
+    """
+    >>> held("JobId=7 JobName=a JobState=PENDING Reason=JobHeldUser Dependency=(null)")
+    'held by its owner (JobHeldUser); to let it start: `scontrol release 7`'
+    """
+    match = HELD.search(field(line, "Reason") or "")
+    if match is None or NEVER.search(line):
+        return None
+    who = "its owner" if match[1] else "an administrator"
+    return f"held by {who} ({match[0]}); to let it start: `scontrol release {field(line, 'JobId')}`"
 
 
 def read_test_only(text: str, now: float) -> float | None:
