@@ -322,7 +322,10 @@ def stand_in(folder: Path, **settings: Any) -> Iterator[StandIn]:
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            asked = json.loads(self.rfile.readline())
+            line = self.rfile.readline()
+            if not line:
+                return  # who asked was killed
+            asked = json.loads(line)
             self.wfile.write(json.dumps(pbs.answer(asked["argv"], asked["TZ"])).encode() + b"\n")
 
     over = threading.Event()

@@ -222,3 +222,38 @@ def test_the_held_time_of_a_failed_run_ends_with_it_however_late_the_agent_looks
         run.run_until(lambda: run.happened(JobFailed, "only/0"), "its failure")
         (failed,) = (event for event in run.story().events(JobFailed) if event.job_id == "only/0")
         assert abs(failed.held_seconds - held) <= 1.5
+
+
+# Forecasts ------------------------------------------------------------------------------------------------
+
+
+def test_forecasts_by_the_scheduler_learn_from_the_plan_of_the_very_job(tmp_path: Path, pbs: StandIn) -> None:
+    """PBS plans jobs that it has, so there is no estimate before a submission."""
+    pbs.plan_seconds, pbs.slots = 500.0, 0
+    agent = {"forecast": "scheduler", "forecast_seconds": 0.2}
+    with run_of(tmp_path, pbs, "fedavg", rounds=3, agent=agent) as run:
+        kept = run.home("only") / "forecasts.json"
+        for number in range(3):
+            run.run_until(lambda number=number: len(pbs.jobs) > number, "it is submitted")  # type: ignore[misc]
+            if number > 0:  # the first is there to measure the speed, and is not forecast
+                run.run_until(lambda number=number: planned(kept, number) is not None, "its plan is on file")  # type: ignore[misc]
+                assert abs((planned(kept, number) or 0.0) - 500.0) <= 2.0, "from its submission to its planned start"
+            job = pbs.jobs[number + 1]
+            pbs.slots = 1
+            run.run_until(lambda job=job: job.started is not None, "it starts")  # type: ignore[misc]
+            pbs.slots = 0
+        run.run_to_end()
+        assert len(pairs(kept)) == 2
+        assert all(abs(estimate - 500.0) <= 2.0 for estimate, _ in pairs(kept))
+
+
+def pairs(path: Path) -> list[tuple[float, float]]:
+    return [(estimate, wait) for estimate, wait in json.loads(path.read_text())["pairs"]]
+
+
+def planned(path: Path, job: int) -> float | None:
+    """What PBS is known to plan for a job that waits."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())["open"].get(str(job))
+    return None if found is None else found[1]

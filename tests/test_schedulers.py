@@ -315,9 +315,10 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site) -> None:
     running = slurm.fill(20.0)
     waiting = slurm.submit("true")
-    estimate = slurm.scheduler.estimate(60.0, [waiting])
-    assert estimate is not None
-    assert 0.0 < estimate < 3600.0, "all nodes are taken, for a minute each by their limits"
+    wait_for(lambda: slurm.scheduler.planned(waiting) is not None, 60.0, "its plan")
+    for seconds in (slurm.scheduler.estimate(60.0), slurm.scheduler.planned(waiting)):
+        assert seconds is not None
+        assert 0.0 < seconds < 3600.0, "all nodes are taken, for a minute each by their limits"
     listed = slurm.scheduler.listing()
     assert listed is not None
     assert listed[waiting].started is None

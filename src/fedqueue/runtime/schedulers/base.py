@@ -115,9 +115,13 @@ class Scheduler(Protocol):
     def cancel(self, job_id: str) -> None:
         """Ask for its end; no error if it is gone already. The end shows in `poll`, some seconds later."""
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """Seconds until a job of ours would start if it were submitted now, by the scheduler's own plan; `waiting` are
-        those that wait already. None: it has no plan."""
+    def estimate(self, wall_seconds: float) -> float | None:
+        """Seconds until a job of ours would start if it were submitted now, by the scheduler's own plan. None: it has
+        none, or plans only jobs that it has."""
+
+    def planned(self, job_id: str) -> float | None:
+        """Seconds until this job of ours, which waits, is planned to start. None: there is no plan, or it waits no
+        more."""
 
     def listing(self) -> Mapping[str, Listed] | None:
         """All jobs, of everybody, that wait or run. None: it does not say."""

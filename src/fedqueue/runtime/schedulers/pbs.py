@@ -110,12 +110,13 @@ class PbsScheduler:
         if answer.code not in (0, FINISHED, UNKNOWN_ID, *EXITING):
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """That of the newest of ours that waits: PBS plans for jobs that it has, and only if it was set up to."""
-        if not waiting:
-            return None
-        answer = self._call("qstat", "-f", "-F", "json", waiting[-1], TZ="UTC")
-        return read_estimates(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
+    def estimate(self, wall_seconds: float) -> None:
+        """None: it plans only jobs that it has."""
+
+    def planned(self, job_id: str) -> float | None:
+        """If it was set up to plan."""
+        answer = self._call("qstat", "-f", "-F", "json", job_id, TZ="UTC")
+        return read_estimates(answer.out, time.time()).get(job_id) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._call("qstat", "-f", "-F", "json", TZ="UTC")

@@ -86,7 +86,10 @@ class SgeScheduler:
         if answer.code != 0 and "does not exist" not in answer.out + answer.err:
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> None:
+    def estimate(self, wall_seconds: float) -> None:
+        return None
+
+    def planned(self, job_id: str) -> None:
         return None
 
     def listing(self) -> None:

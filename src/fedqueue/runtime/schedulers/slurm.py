@@ -111,14 +111,14 @@ class SlurmScheduler:
         if answer.code != 0 and not gone:
             raise SchedulerUnreachableError(f"scancel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """Of a new job, which sbatch tests; where a site forbids that, of the newest of ours that waits."""
+    def estimate(self, wall_seconds: float) -> float | None:
+        """sbatch tests it; some sites forbid that."""
         answer = self._ask("sbatch", "--test-only", *self._shape(wall_seconds), "--wrap=true")
-        found = read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
-        if found is None and waiting:
-            answer = self._ask("squeue", "--start", "--noheader", f"--jobs={waiting[-1]}", "--format=%i|%S")
-            found = read_squeue(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
-        return found
+        return read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
+
+    def planned(self, job_id: str) -> float | None:
+        answer = self._ask("squeue", "--start", "--noheader", f"--jobs={job_id}", "--format=%i|%S")
+        return read_squeue(answer.out, time.time()).get(job_id) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._ask("squeue", "--all", "--noheader", "--states=PENDING,RUNNING", f"--format={LISTING}")
