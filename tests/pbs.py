@@ -144,7 +144,13 @@ class StandIn:
     def _start(self, job: Job) -> None:
         with open(job.output, "ab") as out:
             job.process = subprocess.Popen(
-                job.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/"
+                job.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                cwd="/",
+                env={**os.environ, "HOME": str(self.bin)},  # a login shell would run whatever this user's profile has
             )
         job.state, job.substate, job.started, job.kill_at = "R", 42, time.time(), None
         job.run_count += 1
@@ -316,7 +322,10 @@ def stand_in(folder: Path, **settings: Any) -> Iterator[StandIn]:
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            asked = json.loads(self.rfile.readline())
+            line = self.rfile.readline()
+            if not line:
+                return  # who asked was killed
+            asked = json.loads(line)
             self.wfile.write(json.dumps(pbs.answer(asked["argv"], asked["TZ"])).encode() + b"\n")
 
     over = threading.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ class Oracle:
         self.reachable = True
         self.asked = 0
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
+    def estimate(self, wall_seconds: float) -> float | None:
         self.asked += 1
         if not self.reachable:
             raise SchedulerUnreachableError("it sleeps")
         return self.says
+
+    def planned(self, job_id: str) -> float | None:
+        return self.estimate(0.0)
 
     def listing(self) -> Mapping[str, Listed] | None:
         return self.queue

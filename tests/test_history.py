@@ -328,6 +328,19 @@ def test_the_busiest_hour_by_a_known_answer() -> None:
     assert busy.work == 4 * 7200 + 2 * 1800
 
 
+def test_pbs_wait_in_a_routing_queue_counts(tmp_path: Path) -> None:
+    record = "01/05/2026 11:10:00;E;{n}.pbs;queue=workq ctime={c} qtime={q} etime={e} start={s} end=1767611400 {rest}\n"
+    rest = "Resource_List.nodect=2 Resource_List.walltime=02:00:00 Exit_status=0 run_count=1"
+    lines = [
+        record.format(n=1, c=1767607200, q=1767607210, e=1767607210, s=1767607212, rest=rest),  # routed after 10 s
+        record.format(n=2, c=1767607300, q=1767607310, e=1767607400, s=1767607405, rest=rest),  # ... and then held
+        record.format(n=3, c=1767607500, q=1767607500, e=1767607600, s=1767607607, rest=rest),  # held, and never routed
+    ]
+    path = tmp_path / "20260105"
+    path.write_text("".join(lines))
+    assert read_log(path).wait.tolist() == [12.0, 5.0, 7.0]
+
+
 # Live ----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import shutil
+import subprocess
+import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +146,58 @@ def test_mistakes_are_one_line(args: list[str], code: int, says: str, in_tmp: Pa
     assert says in caught.err
     assert caught.err.count("\n") == 1
     assert caught.out == ""
+
+
+# What may not be read --------------------------------------------------------------------------------------
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+
+
+def without_privileges() -> None:
+    """Permissions hold for root too, once it has given up these."""
+    libc = ctypes.CDLL(None)
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed"),
+    [
+        (["--live", "pbs"], "server_priv"),
+        (["--live", "pbs"], "server_priv/accounting"),
+        (["--live", "pbs"], "server_priv/accounting/{today}"),
+        (["--live", "sge"], "default/common"),
+        (["--live", "sge"], "default/common/accounting"),
+        (["server_priv/accounting"], "server_priv"),
+        (["server_priv/accounting"], "server_priv/accounting"),
+        (["server_priv/accounting"], "server_priv/accounting/{today}"),
+        (["default/common/accounting"], "default/common/accounting"),
+    ],
+)
+def test_log_that_may_not_be_read_is_named_with_what_to_do(arguments: list[str], closed: str, tmp_path: Path) -> None:
+    today = date.today().strftime("%Y%m%d")
+    for name, log in (("server_priv/accounting", "pbs-accounting"), ("default/common", "sge-accounting")):
+        (tmp_path / name).mkdir(parents=True)
+        target = tmp_path / name / (today if name == "server_priv/accounting" else "accounting")
+        shutil.copy(LOGS / log, target)
+    (tmp_path / "pbs.conf").write_text(f"PBS_HOME={tmp_path}\n")
+    path = tmp_path / closed.format(today=today)
+    path.chmod(0)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedqueue", "history", *arguments],
+            env={**os.environ, "PBS_CONF_FILE": str(tmp_path / "pbs.conf"), "SGE_ROOT": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=without_privileges,
+        )
+    finally:
+        path.chmod(0o755)
+    assert done.returncode not in (0, 1), done.stderr
+    (line,) = done.stderr.splitlines()
+    where = "common" if "sge" in arguments or "common" in arguments[0] else "accounting"
+    assert where in line, "the file"
+    assert "permission denied" in line.lower()
+    assert "ask the administrators" in line

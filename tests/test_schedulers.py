@@ -271,6 +271,32 @@ def test_job_that_can_never_start_says_so(site: Site) -> None:
     assert words in (status.never_starts or "")
 
 
+HOLDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "slurm": {"its owner": ("scontrol", "uhold"), "an administrator": ("scontrol", "hold")},
+    "sge": {"its owner": ("qhold", "-h", "u"), "an operator": ("qhold", "-h", "o")},
+}
+
+
+@pytest.mark.parametrize("site", ["slurm", "sge"], indirect=True)
+def test_held_job_says_who_holds_it_and_what_releases_it(site: Site, request: pytest.FixtureRequest) -> None:
+    real = request.getfixturevalue("slurm_pair")[0] if site.kind == "slurm" else request.getfixturevalue("engine")
+    call: Callable[..., str] = real.call
+    others = site.fill(600)
+    chained = site.submit("true", after=others[0])
+    ids = {who: site.submit("true") for who in HOLDS[site.kind]}
+    for who, command in HOLDS[site.kind].items():
+        call(*command, ids[who])
+    found = site.scheduler.poll([*ids.values(), chained])
+    assert found[chained].held is None, "it waits for another, and nobody holds it"
+    for other in others:
+        site.scheduler.cancel(other)
+    for who, job_id in ids.items():
+        held = found[job_id].held or ""
+        assert held.startswith(f"held by {who}")
+        call(*held.split("`")[1].split())
+        assert site.wait(job_id, "ended").outcome == "completed"
+
+
 # Slurm alone --------------------------------------------------------------------------------------------------
 
 
@@ -289,9 +315,10 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site) -> None:
     running = slurm.fill(20.0)
     waiting = slurm.submit("true")
-    estimate = slurm.scheduler.estimate(60.0, [waiting])
-    assert estimate is not None
-    assert 0.0 < estimate < 3600.0, "all nodes are taken, for a minute each by their limits"
+    wait_for(lambda: slurm.scheduler.planned(waiting) is not None, 60.0, "its plan")
+    for seconds in (slurm.scheduler.estimate(60.0), slurm.scheduler.planned(waiting)):
+        assert seconds is not None
+        assert 0.0 < seconds < 3600.0, "all nodes are taken, for a minute each by their limits"
     listed = slurm.scheduler.listing()
     assert listed is not None
     assert listed[waiting].started is None

@@ -122,9 +122,16 @@ def choose_round_length(base: float, forecasts: Sequence[Forecast], overhead: fl
     return base * LADDER[-1]
 
 
-def wall_request(train_seconds: float, overhead: float, stretch: float) -> float:
-    """Wall time to ask for: what training should take, stretched, plus what surrounds it."""
-    return train_seconds * stretch + overhead + 1.0
+def wall_request(train_seconds: float, overhead: float, stretch: float, startup: float | None = None) -> float:
+    """Wall time to ask for: what training should take, stretched, plus what surrounds it. At a real facility (`startup`
+    is the allowance for what nobody has seen yet) it may be what surrounds it that took too long: all is stretched.
+
+    >>> wall_request(5.0, 20.0, 2.0), wall_request(5.0, 20.0, 2.0, startup=300.0)
+    (31.0, 652.0)
+    """
+    if startup is None:
+        return train_seconds * stretch + overhead + 1.0
+    return (train_seconds + overhead + startup + 1.0) * stretch
 
 
 def longest_stay(standing: Standing, earliest: float, latest: float) -> float:

@@ -227,6 +227,7 @@ class ServerSettings:
     key: str | None = None
     away_seconds: float = 300.0  # a facility that was not heard of for so long is away
     wait_for: int | None = None  # facilities that must be there before the run starts; None: all
+    startup_allowance_seconds: float = 300.0  # in the wall time of jobs while nobody knows how long they take to start
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -234,6 +235,7 @@ class ServerSettings:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and server.key belong together: give both or none")
         more_than(self, 0, "away_seconds")
+        at_least(self, 0, "startup_allowance_seconds")
         at_least(self, 1, "wait_for")
 
 

@@ -17,6 +17,7 @@ class FacilityProfile:
     first_delay: float | None = None  # q-hat before anything was seen; None: the first delay seen
     true_mean_delay: float | None = None  # known in simulations only; the `static` predictor uses it
     overhead: float = 0.0  # seconds of a job that are not training, until learned
+    startup_allowance: float | None = None  # further seconds to ask for until then; None: simulated, nothing is unknown
     max_jobs: int = 2  # jobs it may have at the scheduler at once
     nodes: int = 1
 

@@ -166,7 +166,7 @@ def tree_of(
         "strategy": {strategy: dict(options or {})},
         "model": {"initial": "first.safetensors"},
         "evaluation": {"where": "nowhere"},
-        "server": {"port": port, "away_seconds": 60.0},
+        "server": {"port": port, "away_seconds": 60.0, "startup_allowance_seconds": 0.0},  # jobs that hang end soon
         "failures": {"retry_seconds": 0.2, "suspend_seconds": 0.5},
         "facility": [{"name": name} for name in FACILITIES],
     }

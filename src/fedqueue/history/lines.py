@@ -146,6 +146,14 @@ def duration(text: str) -> float:
     return total
 
 
+def unreadable(path: Path, error: BaseException) -> DataError:
+    """Which file cannot be read, why, and what to do: schedulers keep their logs from users."""
+    where = getattr(error, "filename", None) or path
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    advice = "; ask the administrators for a copy, and name that" if isinstance(error, PermissionError) else ""
+    return DataError(f"{where}: cannot be read: {why}{advice}")
+
+
 def open_text(path: Path) -> IO[str]:
     """Lines of a file that may be compressed, whatever its name says; what is no UTF-8 is replaced."""
     with path.open("rb") as raw:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import date, timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.history.joblog import JobLog
-from fedqueue.history.lines import Job, Options, Tally
+from fedqueue.history.lines import Job, Options, Tally, unreadable
 from fedqueue.history.read import as_log, chunks, day_files, jobs
 
 Scheduler = Literal["slurm", "pbs", "sge"]
@@ -75,16 +75,26 @@ def _slurm(days: int, options: Options, tally: Tally) -> Iterator[Job]:
 
 
 def _pbs(days: int, options: Options, tally: Tally) -> Iterator[Job]:
-    folder = next((home for home in map(_accounting, _pbs_homes()) if home.is_dir()), None)
+    folder = _first_there(map(_accounting, _pbs_homes()))
     if folder is None:
         raise DataError("PBS: no accounting folder here; run this on its server, or copy server_priv/accounting here")
     begin = (date.today() - timedelta(days=days)).strftime("%Y%m%d")
     try:
         files = [file for file in day_files(folder) if file.name >= begin]
     except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}; ask the administrators for a copy") from None
+        raise unreadable(folder, error) from None
     for file in files:
         yield from jobs(file, options, tally)
+
+
+def _first_there(paths: Iterable[Path]) -> Path | None:
+    for path in paths:
+        try:
+            if path.exists():
+                return path
+        except OSError as error:  # it may not even be looked for
+            raise unreadable(path, error) from None
+    return None
 
 
 def _accounting(home: str) -> Path:
@@ -106,7 +116,7 @@ def _sge(days: int, options: Options, tally: Tally) -> Iterator[Job]:
     cell = os.environ.get("SGE_CELL", "default")
     root = os.environ.get("SGE_ROOT")
     files = [Path(home) / cell / "common" / "accounting" for home in ((root,) if root else SGE_ROOTS)]
-    path = next((file for file in files if file.is_file()), None)
+    path = _first_there(files)
     if path is None:
         raise DataError(f"Grid Engine: no accounting file {files[0]}; set SGE_ROOT and SGE_CELL, or copy the file")
     yield from jobs(path, options, tally)

@@ -37,9 +37,10 @@ class PbsReader:
         facts = dict(part.partition("=")[::2] for part in text.split())
         if _seconds(facts, "run_count") > 1:
             return "ran more than once, and only the last start is known"
+        submitted, eligible = _waits_since(facts)
         return job(
-            _seconds(facts, "qtime") if "qtime" in facts else _seconds(facts, "ctime"),
-            _seconds(facts, "etime"),
+            submitted,
+            eligible,
             _seconds(facts, "start"),
             _seconds(facts, "end"),
             duration(facts["Resource_List.walltime"]) if facts.get("Resource_List.walltime") else nan,
@@ -55,6 +56,19 @@ class PbsReader:
         if nodes > 0:
             return nodes
         return sum(count for count, _ in _parts(select)) if select else cores
+
+
+def _waits_since(facts: dict[str, str]) -> tuple[float, float]:
+    """Submission, and when it became eligible. A move from a routing queue sets qtime and etime anew: only ctime has
+    the submission, and what the job waited in the queue before counts.
+
+    >>> _waits_since({"ctime": "100", "qtime": "160", "etime": "160"})
+    (100.0, nan)
+    """
+    created, queued, eligible = (_seconds(facts, key) for key in ("ctime", "qtime", "etime"))
+    if created < queued:
+        return created, nan if eligible <= queued else eligible
+    return queued if queued > 0 else created, eligible
 
 
 def _seconds(facts: dict[str, str], key: str) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from fedqueue.errors import DataError
 from fedqueue.history.joblog import Floats, JobLog
 from fedqueue.history.ledgers import ledger_jobs, ledger_of
-from fedqueue.history.lines import Format, Job, Options, Reader, Tally, open_text
+from fedqueue.history.lines import Format, Job, Options, Reader, Tally, open_text, unreadable
 from fedqueue.history.pbs import PBS
 from fedqueue.history.sacct import SACCT
 from fedqueue.history.sge import SGE
@@ -95,7 +95,7 @@ def jobs(path: Path, options: Options, tally: Tally) -> Iterator[Job]:
                 lines = iter(partial(text.readline, LONGEST), "")
                 yield from parse(lines, made, file, options, tally)
     except UNREADABLE as error:
-        raise DataError(f"{path}: cannot be read: {_why(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def day_files(folder: Path) -> list[Path]:
@@ -161,7 +161,7 @@ def is_log(path: Path) -> bool:
     try:
         return ledger_of(path) is not None or recognise(path) is not None
     except UNREADABLE as error:
-        raise DataError(f"{path}: cannot be read: {_why(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def _first_lines(path: Path) -> list[str]:
@@ -189,7 +189,3 @@ def nothing(tally: Tally) -> str:
     """Why there is no job."""
     left_out = ", ".join(f"{count} {why}" for why, count in tally.dropped.most_common())
     return f"holds no job that started{f' ({left_out})' if left_out else ''}"
-
-
-def _why(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

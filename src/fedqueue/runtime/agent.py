@@ -99,6 +99,7 @@ class Agent:
             if self._met:
                 self._tell_and_do()
             self._submit_what_waits()
+            self._foreseeing.follow()
         except (StorageError, OSError) as error:  # shared file systems have bad moments
             self._station.trouble("disk", str(error))
             self._say_stuck()

@@ -41,6 +41,9 @@ class Sight(Protocol):
 
     def submitted(self, work: Work) -> None: ...
 
+    def waits(self, work: Work) -> None:
+        """It has not started yet."""
+
     def started(self, work: Work, at: float) -> None: ...
 
     def gone(self, sequence: int) -> None:
@@ -57,14 +60,23 @@ class Foreseeing:
 
     def turn(self) -> None:
         """Look, every `forecast_seconds`; what is new is noted as a report."""
+        due = time.monotonic() >= self._next and bool(self._station.memory.works)
+        if due:
+            self._next = time.monotonic() + self._station.settings.forecast_seconds
+        self._with_sight(looks=due)
+
+    def follow(self) -> None:
+        """See what our jobs do: as soon as one was submitted, since it may start before the next turn."""
+        self._with_sight(looks=False)
+
+    def _with_sight(self, *, looks: bool) -> None:
         if self._station.settings.forecast == "off":
             return
         try:
             if self._sight is None:
                 self._sight = _sight(self._station)
             self._follow(self._sight)
-            if time.monotonic() >= self._next and self._station.memory.works:
-                self._next = time.monotonic() + self._station.settings.forecast_seconds
+            if looks:
                 self._look(self._sight)
         except SchedulerUnreachableError:
             return  # who watches the jobs says so
@@ -96,6 +108,8 @@ class Foreseeing:
             if work.sequence not in self._followed:
                 self._followed[work.sequence] = False
                 sight.submitted(work)
+            if work.started < 0:
+                sight.waits(work)
             if work.started == 0 and not self._followed[work.sequence]:  # a requeued job waits by other rules
                 self._followed[work.sequence] = True
                 sight.started(work, work.submitted_at + work.admission_delay)
@@ -123,24 +137,38 @@ class ByEstimates:
         self._path = station.home / FILE
         self._forecaster = SchedulerEstimates()
         self.source = self._forecaster.source
-        self._estimate: float | None = None  # the newest
+        self._estimate: float | None = None  # the newest of a job that is not submitted yet
         self._pairs: list[tuple[float | None, float]] = []  # estimate, wait
         self._open: dict[int, tuple[float, float | None]] = {}  # by sequence: submission, estimate
         self._remember()
 
     def forecast(self, now: float, wall_seconds: float) -> Forecast | None:
+        self._estimate = estimate = self._station.scheduler.estimate(wall_seconds)
         waiting = [w.scheduler_id for w in self._station.memory.works.values() if w.scheduler_id and w.started < 0]
-        self._estimate = self._station.scheduler.estimate(wall_seconds, waiting)
+        if estimate is None and waiting:
+            estimate = self._station.scheduler.planned(waiting[-1])
         if not self._pairs:
             return None
         self._forecaster.still_waiting(now)
-        return self._forecaster.forecast(now, self._estimate)
+        return self._forecaster.forecast(now, estimate)
 
     def submitted(self, work: Work) -> None:
         at, estimate = self._open.get(work.sequence, (work.submitted_at or time.time(), self._estimate))
         self._open[work.sequence] = at, estimate
         self._forecaster.submitted(work.sequence, at, estimate)
         self._write()
+
+    def waits(self, work: Work) -> None:
+        """PBS, and sites that let nobody ask for a job which is not there, plan the jobs that they have."""
+        at, estimate = self._open.get(work.sequence, (0.0, None))
+        if estimate is not None or work.scheduler_id is None or work.sequence not in self._open:
+            return
+        left = self._station.scheduler.planned(work.scheduler_id)
+        if left is not None:
+            estimate = max(0.0, time.time() - at) + left
+            self._open[work.sequence] = at, estimate
+            self._forecaster.submitted(work.sequence, at, estimate)
+            self._write()
 
     def started(self, work: Work, at: float) -> None:
         submitted, estimate = self._open.pop(work.sequence, (at, None))
@@ -200,6 +228,8 @@ class ByBoosting:
 
     def submitted(self, work: Work) -> None:
         """The listings show it, and all the rest."""
+
+    def waits(self, work: Work) -> None: ...
 
     def started(self, work: Work, at: float) -> None: ...
 

@@ -87,14 +87,22 @@ def has_ledger(folder: Path) -> bool:
 
 
 def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
-    """What the strategy is told of a real run: speed and delays are measured, whatever the config says of them."""
+    """What the strategy is told of a real run: speed and delays are measured, whatever the config says of them. What it
+    says of the start-up counts until that has been measured too."""
     run = config.run
     n = len(config.facility)
     by_size = run.data_weights == "size" and sizes is not None
     weights = [size / sum(sizes) for size in sizes] if by_size and sizes is not None else [1 / n] * n
     return Plan(
         facilities=tuple(
-            FacilityProfile(name=facility.name, data_weight=weight, max_jobs=facility.max_jobs, nodes=facility.nodes)
+            FacilityProfile(
+                name=facility.name,
+                data_weight=weight,
+                max_jobs=facility.max_jobs,
+                nodes=facility.nodes,
+                overhead=facility.startup_seconds,
+                startup_allowance=0.0 if facility.startup_seconds > 0 else config.server.startup_allowance_seconds,
+            )
             for facility, weight in zip(config.facility, weights, strict=True)
         ),
         round_length=run.round_length,

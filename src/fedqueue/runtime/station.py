@@ -88,10 +88,22 @@ class Station:
             for what, since in current[:MOST_TROUBLES]
         ]
 
-    def fail(self, work: Work, reason: str, *, transient: bool, newest: int = -1, and_end: bool = False) -> None:
-        """`and_end`: the scheduler has it still, and shall end it."""
-        stamp = self.folder(work).started(max(newest, 0))
-        held = max(0.0, time.time() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
+    def fail(
+        self,
+        work: Work,
+        reason: str,
+        *,
+        transient: bool,
+        newest: int = -1,
+        held_seconds: float | None = None,
+        and_end: bool = False,
+    ) -> None:
+        """`held_seconds` of its newest attempt, where the scheduler says; else as far as its own stamp tells.
+        `and_end`: the scheduler has it still, and shall end it."""
+        held = held_seconds
+        if held is None:
+            stamp = self.folder(work).started(max(newest, 0))
+            held = max(0.0, time.time() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
         self.say(f"job {work.sequence} failed: {reason}")
         self.notes.note(
             self.notes.report(

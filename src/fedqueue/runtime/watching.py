@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 from fedqueue.messages import WALL_TIME
@@ -36,6 +37,8 @@ class Watching:
         statuses = self._ask_scheduler()
         for work in list(self._station.memory.works.values()):
             self._look(work, statuses)
+        if statuses is not None:
+            self._tell_held(statuses)
         self._see_off()
 
     def part(self, work: Work) -> None:
@@ -55,6 +58,19 @@ class Watching:
             return None
         self._station.fine("scheduler")
         return found
+
+    def _tell_held(self, statuses: dict[str, JobStatus]) -> None:
+        """A job that a person holds is why the facility idles, and only a person can change that."""
+        works = {work.scheduler_id: work for work in self._station.memory.works.values() if not work.cancelled}
+        lines = [
+            f"job {works[scheduler_id].sequence} is {status.held}"
+            for scheduler_id, status in statuses.items()
+            if status.held is not None and scheduler_id in works
+        ]
+        if lines:
+            self._station.trouble("held jobs", "; ".join(lines))
+        else:
+            self._station.fine("held jobs")
 
     def _look(self, work: Work, statuses: dict[str, JobStatus] | None) -> None:
         if work.scheduler_id is None or self._on_its_way(work):
@@ -108,8 +124,7 @@ class Watching:
         if again is None and status is not None and status.phase == "waiting" and work.started == newest >= 0:
             again = newest + 1
         if again is not None and again > work.attempt and (work.started >= 0 or newest > 0):
-            stamp = folder.started(work.attempt)
-            held = max(0.0, time.time() - stamp) if stamp is not None else 0.0
+            held = self._held_until_requeue(work, folder, newest)
             reason = (status.reason if status is not None else "") or "taken back into the queue"
             self._station.notes.note(
                 self._station.notes.report(
@@ -122,12 +137,22 @@ class Watching:
                 {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes},  # counts, closes none
             )
 
+    def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int) -> float:
+        """Seconds that it held its nodes before it was requeued: until it started again, if it has, and never longer
+        than its wall time. Of several runs that nobody saw, all count."""
+        starts = [folder.started(attempt) for attempt in range(work.attempt, newest + 1)]
+        known = [start for start in starts if start is not None]
+        if newest <= work.attempt:
+            known.append(time.time())
+        return sum(min(max(0.0, end - start), self._station.wall(work)) for start, end in pairwise(known))
+
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
         stamp = folder.started(newest)
         bound = folder.bound(newest) if work.order["assignment"] is None else None
         if stamp is None or (work.order["assignment"] is None and bound is None):
             return  # it has begun to begin
-        if not asked and folder.result(newest) is None:
+        not_yet = status is not None and status.phase == "running" and status.started_at is None
+        if (not asked or not_yet) and folder.result(newest) is None:
             return  # the scheduler's times will come
         took_work_at = stamp if bound is None else bound.bound_at - bound.startup_seconds
         self._station.notes.note(
@@ -151,21 +176,30 @@ class Watching:
                 f"job {work.sequence}: the scheduler's start and the job's own stamp differ; the stamp counts"
             )
         eligible = work.requeued_at if attempt > 0 else work.submitted_at
+        before = self._station.folder(work).started(attempt - 1) if attempt > 0 else None
+        if eligible is not None and eligible > stamp and before is not None:
+            # Nobody saw it wait. It ran until it started again, or for its wall time if that was shorter.
+            eligible = before + self._station.wall(work)
         return max(0.0, stamp - (eligible if eligible is not None else stamp))
 
     def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
-        if status is not None and status.never_starts is not None:
-            reason = f"it can never start: {status.never_starts}"
-            self._station.fail(work, reason, transient=status.bad_luck, and_end=True)
-            return
-        if status is not None and status.phase != "ended":
+        never = status.never_starts if status is not None else None
+        if never is None and status is not None and status.phase != "ended":
             work.missing_since = None
             return
         if work.missing_since is None:
             work.missing_since = time.monotonic()
-        if time.monotonic() - work.missing_since < self._station.settings.grace_seconds:
-            return  # file systems lag: its result may be about to show
-        self._station.fail(work, self._why_failed(folder, status), transient=True, newest=newest)
+        bad_luck = status is not None and status.bad_luck
+        at_once = never is not None and not bad_luck
+        if not at_once and time.monotonic() - work.missing_since < self._station.settings.grace_seconds:
+            return  # file systems lag: its result may be about to show; and bad luck may pass
+        if never is not None:
+            self._station.fail(work, f"it can never start: {never}", transient=bad_luck, and_end=True)
+            return
+        held = None
+        if status is not None and status.started_at is not None and status.ended_at is not None and newest >= 0:
+            held = max(0.0, status.ended_at - status.started_at)
+        self._station.fail(work, self._why_failed(folder, status), transient=True, newest=newest, held_seconds=held)
 
     def _why_failed(self, folder: JobFolder, status: JobStatus | None) -> str:
         if folder.out_of_time(folder.attempts() - 1):

@@ -181,7 +181,7 @@ class Strategy:
             job_id=job_id(facility.name, facility.next_sequence),
             facility=facility.name,
             round=round,
-            wall_seconds=wall_request(train_seconds, facility.overhead, facility.stretch),
+            wall_seconds=self._wall(facility, train_seconds),
             expected_delay=expected_delay,
             purpose="train" if facility.steps_per_second is not None else "warm_up",
             after=after,
@@ -194,6 +194,12 @@ class Strategy:
         if assignment is not None:
             facility.newest_steps = assignment.steps
             self._out.append(AssignWork(job_id=order.job_id, assignment=assignment))
+
+    def _wall(self, facility: Facility, train_seconds: float) -> float:
+        asked = wall_request(train_seconds, facility.overhead, facility.stretch, facility.startup_allowance)
+        if facility.stretch < MOST_STRETCH:  # the site may give more than was asked for, and that was not enough
+            asked = max(asked, 2 * facility.outlasted)
+        return asked
 
     def set_timer(self, key: str, at: float) -> None:
         self._out.append(SetTimer(key=key, at=at))
@@ -437,6 +443,9 @@ class Strategy:
             facility.measure(event.steps_done, event.train_seconds)
 
     def _job_failed(self, event: JobFailed) -> None:
+        facility, _ = self._find(event.job_id, event.attempt)
+        if facility is not None and event.reason == WALL_TIME and facility.startup_allowance is not None:
+            facility.outlasted = event.held_seconds
         self._failure(event.job_id, event.attempt, event.reason, event.transient)
 
     def _update_rejected(self, event: UpdateRejected) -> None:
@@ -487,7 +496,7 @@ class Strategy:
         if job.started_at is not None and not job.out_of_reach:
             facility.learn_overhead(self.now - job.started_at - receipt.train_seconds)
         facility.failures = facility.suspensions = 0
-        facility.stretch = 1.0
+        facility.stretch, facility.outlasted = 1.0, 0.0
         if facility.status in ("suspended", "out"):  # it works after all
             facility.status = "active"
             self.record("rejoined", facility=facility.name)

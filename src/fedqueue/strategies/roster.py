@@ -35,6 +35,7 @@ class Facility:
     """A facility as the strategy knows it."""
 
     __slots__ = (
+        "_overhead_seen",
         "away",
         "failures",
         "issued",
@@ -42,12 +43,14 @@ class Facility:
         "name",
         "newest_steps",
         "next_sequence",
+        "outlasted",
         "overhead",
         "posted",
         "predictor",
         "profile",
         "refusals",
         "replaces",
+        "startup_allowance",
         "status",
         "steps_per_second",
         "stretch",
@@ -68,12 +71,15 @@ class Facility:
         self.next_sequence = 0
         self.steps_per_second = profile.steps_per_second
         self.overhead = profile.overhead
+        self.startup_allowance = profile.startup_allowance  # to ask for beside the overhead, until that is learned
+        self._overhead_seen = False
         self.newest_steps: int | None = None
         self.posted: Standing | None = None
         self.failures = 0  # in a row
         self.refusals = 0  # in a row
         self.suspensions = 0  # in a row
         self.stretch = 1.0  # how much more wall time to ask for, after jobs that ran into their limit
+        self.outlasted = 0.0  # seconds that the last of them held, which was not enough
         self.replaces: JobId | None = None  # the failed job that its next one stands in for
 
     def measure(self, steps: int, seconds: float) -> None:
@@ -88,5 +94,8 @@ class Facility:
             self.steps_per_second = (1 - NEWEST) * known + NEWEST * seen
 
     def learn_overhead(self, seconds: float) -> None:
-        """Seconds of a job, start to arrival, that were not training."""
+        """Seconds of a job, start to arrival, that were not training. The first that are seen end all guessing."""
+        if self.startup_allowance is not None and not self._overhead_seen:
+            self.startup_allowance = self.overhead = 0.0
+        self._overhead_seen = True
         self.overhead = max(seconds, FADE * self.overhead + (1 - FADE) * seconds, 0.0)

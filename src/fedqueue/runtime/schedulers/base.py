@@ -84,6 +84,7 @@ class JobStatus:
     reason: str = ""  # the scheduler's own words
     never_starts: str | None = None  # why it waits in vain
     bad_luck: bool = False  # it waits in vain, and another like it need not
+    held: str | None = None  # who keeps it from starting, and what releases it, if a person does
     name: str | None = None  # of the job with this id; not ours: a scheduler that lost its newest jobs gives ids again
     eligible_at: float | None = None  # when it could first have started: no hold, no dependency
     started_at: float | None = None
@@ -114,9 +115,13 @@ class Scheduler(Protocol):
     def cancel(self, job_id: str) -> None:
         """Ask for its end; no error if it is gone already. The end shows in `poll`, some seconds later."""
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """Seconds until a job of ours would start if it were submitted now, by the scheduler's own plan; `waiting` are
-        those that wait already. None: it has no plan."""
+    def estimate(self, wall_seconds: float) -> float | None:
+        """Seconds until a job of ours would start if it were submitted now, by the scheduler's own plan. None: it has
+        none, or plans only jobs that it has."""
+
+    def planned(self, job_id: str) -> float | None:
+        """Seconds until this job of ours, which waits, is planned to start. None: there is no plan, or it waits no
+        more."""
 
     def listing(self) -> Mapping[str, Listed] | None:
         """All jobs, of everybody, that wait or run. None: it does not say."""

@@ -83,7 +83,10 @@ class LocalScheduler:
             (self._folder(job_id) / "cancel").touch()  # first: it looks for it once it can hear signals
             self._signal(job_id, signal.SIGTERM)
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> None:
+    def estimate(self, wall_seconds: float) -> None:
+        return None
+
+    def planned(self, job_id: str) -> None:
         return None
 
     def listing(self) -> None:

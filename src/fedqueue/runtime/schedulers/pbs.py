@@ -1,7 +1,7 @@
 """PBS by its own commands: qsub, qstat -x -f -F json (one id a call), qselect (to find a job by name), qdel.
 
-Tried against recordings of OpenPBS 23.06 only, never against a live server from this code. What is in no recording
-(other codes, a server without a history, JSON that is none) is from its source and its issues.
+Tried against recordings of OpenPBS 23.06, and against a stand-in that does what a live one was seen to do. What is in
+no recording (other codes, a server without a history, JSON that is none) is from its source and its issues.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -58,9 +59,17 @@ DELETED = 91  # substate
 OVER_WALL_TIME = -29  # Exit_status
 # Exit_status when the node could not start the job or lost it, or a hook of the site said no.
 NODE_FAULTS = range(-20, 0)
+WAITS_FOR_ANOTHER = 22  # substate of a job that is held because of its dependency
+HOLDERS = {"o": "an operator", "p": "an administrator", "u": "its owner"}
 NEVER = "Can Never Run"  # how a comment begins
 NOT_LAUNCHED = "too many failed attempts to run"  # in the comment of a job that PBS holds for it
 TRANSIENT = ("would exceed", "maximum number of jobs", "temporarily", "try again")  # in the words of a refusal
+
+# In an answer that is no JSON: a job, from its id to the brace that stands where its line began; and a field of it.
+JOB = re.compile(r'^([ \t]+)"(\d[^"]*)":\s*(\{\n.*?^\1\})', re.DOTALL | re.MULTILINE)
+FIELD = re.compile(
+    r'^([ \t]*"[^"\n]*":)(?![ \t]*\{\n)([ \t]*)(.*?)(,?)$(?=\n(?:[ \t]*"[^"\n]*":|[ \t]*\}))', re.DOTALL | re.MULTILINE
+)
 
 
 class PbsScheduler:
@@ -71,8 +80,8 @@ class PbsScheduler:
 
     def submit(self, request: JobRequest) -> str:
         after = request.after
-        if after is not None and not self.poll([after]):
-            after = None  # forgotten, so it has ended; qsub would take the dependency and then drop the job
+        if after is not None and self._is_over(after):
+            after = None  # of one that is forgotten qsub would take the dependency and then drop the job
         answer = self._call("qsub", *self._options(request, after))
         if answer.code != 0:
             raise refusal(answer)
@@ -91,13 +100,9 @@ class PbsScheduler:
     def poll(self, ids: Sequence[str]) -> dict[str, JobStatus]:
         found = {}
         for job_id in ids:  # two ids in a call would give the first job only, and say nothing
-            # Its times are text in the time zone of qstat, and name no zone.
-            answer = self._ask("qstat", "-f", "-F", "json", job_id, TZ="UTC")
-            if answer.code in (UNKNOWN_ID, NO_QUEUE):
-                continue
-            if answer.code != 0:
-                raise SchedulerUnreachableError(f"qstat: {answer.said}")
-            found[job_id] = read_answer(answer.out, job_id)
+            job = self._record(job_id)
+            if job is not None:
+                found[job_id] = self._status(job_id, job)
         return found
 
     def cancel(self, job_id: str) -> None:
@@ -105,18 +110,52 @@ class PbsScheduler:
         if answer.code not in (0, FINISHED, UNKNOWN_ID, *EXITING):
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """That of the newest of ours that waits: PBS plans for jobs that it has, and only if it was set up to."""
-        if not waiting:
-            return None
-        answer = self._call("qstat", "-f", "-F", "json", waiting[-1], TZ="UTC")
-        return read_estimates(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
+    def estimate(self, wall_seconds: float) -> None:
+        """None: it plans only jobs that it has."""
+
+    def planned(self, job_id: str) -> float | None:
+        """If it was set up to plan."""
+        answer = self._call("qstat", "-f", "-F", "json", job_id, TZ="UTC")
+        return read_estimates(answer.out, time.time()).get(job_id) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._call("qstat", "-f", "-F", "json", TZ="UTC")
         if answer.code != 0:
             raise SchedulerUnreachableError(f"qstat: {answer.said}")
         return read_listing(answer.out)
+
+    def _record(self, job_id: str) -> Mapping[str, Any] | None:
+        """What PBS says of a job, empty if that cannot be understood; None: it knows no such job."""
+        # Its times are text in the time zone of qstat, and name no zone.
+        answer = self._ask("qstat", "-f", "-F", "json", job_id, TZ="UTC")
+        if answer.code in (UNKNOWN_ID, NO_QUEUE):
+            return None
+        if answer.code != 0:
+            raise SchedulerUnreachableError(f"qstat: {answer.said}")
+        return read_answer(answer.out, job_id)
+
+    def _status(self, job_id: str, job: Mapping[str, Any]) -> JobStatus:
+        """With its id, and with what only the record of the job before it can tell."""
+        status, before = read_status(job), predecessor(job)
+        if status.never_starts is None:
+            status = replace(status, held=held(job, job_id))
+        if before is None or status.incarnation > 0:
+            return status
+        if waits_for_another(job) and self._is_over(before):
+            job = self._record(job_id) or {}  # it may have been released in between
+            status = read_status(job)
+            if waits_for_another(job):
+                why = f"it comes after {before}, which is gone, and PBS holds it all the same"
+                return replace(status, never_starts=why, bad_luck=True)
+        if moved(job):  # it was not eligible while it waited for the other
+            ended = read_status(self._record(before) or {}).ended_at
+            since = max(ended, epoch(job.get("ctime")) or 0.0) if ended is not None else epoch(job.get("etime"))
+            status = replace(status, eligible_at=since)
+        return status
+
+    def _is_over(self, job_id: str) -> bool:
+        job = self._record(job_id)
+        return job is None or PHASES.get(str(job.get("job_state"))) == "ended"
 
     def _options(self, request: JobRequest, after: str | None) -> list[str]:
         settings = self.settings
@@ -167,32 +206,10 @@ def refusal(answer: Answer) -> SubmitRefusedError | SchedulerUnreachableError:
     return SubmitRefusedError(reason, transient=transient)
 
 
-def read_answer(text: str, job_id: str) -> JobStatus:
-    """The one job in the answer of qstat."""
+def read_answer(text: str, job_id: str) -> Mapping[str, Any]:
+    """The one job in the answer of qstat; empty if there is none that can be understood."""
     number = job_id.partition(".")[0]  # the name of the server may follow, short or long
-    try:
-        jobs = json.loads(text, strict=False).get("Jobs")  # values may hold bare control characters
-        job = next((job for name, job in jobs.items() if name.partition(".")[0] == number), None)
-    except ValueError:
-        job = picked(text) if re.search(rf'"{re.escape(number)}[."]', text) else None
-    except AttributeError:
-        job = None
-    if not isinstance(job, Mapping):
-        return JobStatus(phase="unknown", reason="qstat: no job in its answer")
-    return read_status(job)
-
-
-def picked(text: str) -> dict[str, str]:
-    """The fields of a job from an answer that is no JSON. It has a line for each field, and variables of the job break
-    it: 005 stands there as a number, quotes and backslashes as they are. The first of a name counts.
-
-    >>> picked('"job_state":"F",\\n"Variable_List":{\\n"CODE":005\\n},\\n"Exit_status":7\\n')
-    {'job_state': 'F', 'CODE': '005', 'Exit_status': '7'}
-    """
-    found: dict[str, str] = {}
-    for name, quoted, number in re.findall(r'^\s*"(\w+)":\s*(?:"(.*)"|([-\d]+)),?\s*$', text, re.MULTILINE):
-        found.setdefault(name, quoted or number)
-    return found
+    return next((job for name, job in read_jobs(text).items() if name.partition(".")[0] == number), {})
 
 
 def read_estimates(text: str, now: float) -> dict[str, float]:
@@ -220,10 +237,10 @@ def read_listing(text: str) -> dict[str, Listed]:
         state, asked = job.get("job_state"), job.get("Resource_List")
         if state not in ("Q", "R", "E") or not isinstance(asked, Mapping):
             continue
-        eligible, nodes = epoch(job.get("etime")), whole(asked.get("nodect"))
-        started = None if state == "Q" else epoch(job.get("stime"))
-        if eligible is None or nodes is None or (state != "Q" and started is None):
+        eligible, nodes = _first_eligible_at(job), nodes_of(asked)
+        if eligible is None or nodes is None:
             continue
+        started = None if state == "Q" else epoch(job.get("stime"))  # of one that starts just now it comes later
         try:
             limit = duration(str(asked.get("walltime")))
         except ValueError:  # it asked for none
@@ -233,22 +250,43 @@ def read_listing(text: str) -> dict[str, Listed]:
 
 
 def read_jobs(text: str) -> dict[str, Mapping[str, Any]]:
-    """All jobs of an answer by id. If a variable of one breaks the JSON, the others are read all the same."""
+    """All jobs of an answer by id. If a variable of one breaks the JSON, each is mended and read by itself."""
     try:
-        jobs = json.loads(text, strict=False).get("Jobs")  # values may hold bare control characters
-    except AttributeError:
-        return {}
+        answer = json.loads(text, strict=False)  # values may hold bare control characters
+        jobs = answer.get("Jobs") if isinstance(answer, Mapping) else None
     except ValueError:
         jobs = {}
-        for name, job in re.findall(r'^\t\t"([^"]+)":\t(\{\n.*?^\t\t\})', text, re.DOTALL | re.MULTILINE):
+        for _, name, job in JOB.findall(text):
             with suppress(ValueError):
-                jobs[name] = json.loads(job, strict=False)
+                jobs[name] = json.loads(mended(job), strict=False)
     if not isinstance(jobs, Mapping):
         return {}
     return {str(name): job for name, job in jobs.items() if isinstance(job, Mapping)}
 
 
+def mended(text: str) -> str:
+    """JSON of a job whose variables are no JSON values. Each field has a line of its own, whatever the indentation: PBS
+    prints what looks like a number to it as it is (.5, nan, +5, 005), and quotes and backslashes too.
+
+    >>> mended('{\\n"Variable_List":{\\n"W":.5,\\n"SAID":"a "b" c"\\n},\\n"substate":42\\n}')
+    '{\\n"Variable_List":{\\n"W":".5",\\n"SAID":"a \\\\"b\\\\" c"\\n},\\n"substate":42\\n}'
+    """
+    return FIELD.sub(_mended_field, text)
+
+
+def _mended_field(field: re.Match[str]) -> str:
+    name, gap, value, end = field.groups()
+    try:
+        json.loads(value, strict=False)
+    except ValueError:
+        quoted = len(value) > 1 and value[0] == value[-1] == '"'
+        value = json.dumps(value[1:-1] if quoted else value)
+    return f"{name}{gap}{value}{end}"
+
+
 def read_status(job: Mapping[str, Any]) -> JobStatus:
+    if not job:
+        return JobStatus(phase="unknown", reason="qstat: no job in its answer")
     state, comment = str(job.get("job_state", "")), str(job.get("comment") or "")
     phase = PHASES.get(state, "unknown")
     code = whole(job.get("Exit_status")) if phase == "ended" else None
@@ -273,12 +311,68 @@ def read_status(job: Mapping[str, Any]) -> JobStatus:
 
 
 def _eligible_at(job: Mapping[str, Any], phase: Phase, incarnation: int) -> float | None:
-    """qtime counts holds and dependencies, etime does not. A rerun keeps both; such a job is eligible since its run
-    before ended, which is forgotten when the next one has."""
-    etime, obit = epoch(job.get("etime")), epoch(job.get("obittime"))
-    if incarnation == 0 or etime is None:
-        return etime
-    return max(etime, obit) if obit is not None and phase != "ended" else None
+    """A rerun keeps etime; such a job is eligible since its run before ended, which is forgotten when the next one
+    has."""
+    eligible, obit = _first_eligible_at(job), epoch(job.get("obittime"))
+    if incarnation == 0 or eligible is None:
+        return eligible
+    return max(eligible, obit) if obit is not None and phase != "ended" else None
+
+
+def _first_eligible_at(job: Mapping[str, Any]) -> float | None:
+    """qtime counts holds and dependencies, etime does not. A routing queue gives no etime, and a move to another queue
+    sets both anew: only ctime has the submission."""
+    etime, created = epoch(job.get("etime")), epoch(job.get("ctime"))
+    if etime is None:
+        return created if job.get("job_state") == "Q" else None
+    return created if moved(job) else etime
+
+
+def moved(job: Mapping[str, Any]) -> bool:
+    """Whether it came from another queue, and was eligible when it came."""
+    created, queued, etime = (epoch(job.get(name)) for name in ("ctime", "qtime", "etime"))
+    return None not in (created, queued, etime) and created < queued and etime == queued  # type: ignore[operator]
+
+
+def predecessor(job: Mapping[str, Any]) -> str | None:
+    """The job that it comes after. Its attribute is gone once that has ended, what qsub was given stays.
+
+    >>> predecessor({"Submit_arguments": "-N a -W depend=afterany:35.pbs-host -- /bin/bash"})
+    '35.pbs-host'
+    """
+    said = f"{job.get('depend', '')} {job.get('Submit_arguments', '')}"
+    match = re.search(r"afterany:(\d+[^\s@:,]*)", said)
+    return match[1] if match else None
+
+
+def waits_for_another(job: Mapping[str, Any]) -> bool:
+    return job.get("job_state") == "H" and whole(job.get("substate")) == WAITS_FOR_ANOTHER
+
+
+def held(job: Mapping[str, Any], job_id: str) -> str | None:
+    """A system hold is for PBS itself to release: it waits for another job, or could not be launched.
+
+    >>> held({"job_state": "H", "Hold_Types": "u"}, "37.pbs-host")
+    'held by its owner (Hold_Types u); to let it start: `qrls 37.pbs-host`'
+    """
+    kinds = str(job.get("Hold_Types", ""))
+    kind = next((kind for kind in HOLDERS if kind in kinds), None)
+    if job.get("job_state") != "H" or kind is None:
+        return None
+    release = f"qrls {job_id}" if kind == "u" else f"qrls -h {kind} {job_id}"
+    return f"held by {HOLDERS[kind]} (Hold_Types {kinds}); to let it start: `{release}`"
+
+
+def nodes_of(asked: Mapping[str, Any]) -> int | None:
+    """PBS counts the nodes when a job comes into the queue in which it will run.
+
+    >>> nodes_of({"select": "2:ncpus=4+1:ncpus=8"})
+    3
+    """
+    counted = whole(asked.get("nodect"))
+    if counted is not None or not asked.get("select"):
+        return counted
+    return sum(whole(part.partition(":")[0]) or 1 for part in str(asked["select"]).split("+"))
 
 
 def _outcome(job: Mapping[str, Any], code: int | None) -> Outcome:

@@ -11,7 +11,7 @@ import calendar
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from fedqueue.runtime.schedulers.base import (
@@ -33,6 +33,7 @@ TRANSIENT = re.compile(
     r"jobs are allowed per user|job count|max_u?_?jobs|temporarily|try again|disabled", re.IGNORECASE
 )
 RESCHEDULED = ("24", "25")  # `failed` of an incarnation that was migrated or put back into the queue
+HOLDERS = {"u": "its owner", "o": "an operator", "s": "the system"}  # by the letter that qstat -s and qrls take
 OVER_LIMIT = "37"
 BY_SIGNAL = "100"
 # `failed` of a job that its node could not run: before it, or because of its shepherd or its spool folder.
@@ -73,14 +74,22 @@ class SgeScheduler:
     def poll(self, ids: Sequence[str]) -> dict[str, JobStatus]:
         listed = self._listed()
         found = {job_id: self._living(listed[job_id]) if job_id in listed else self._ended(job_id) for job_id in ids}
-        return {job_id: status for job_id, status in found.items() if status is not None}
+        held = self._held() if any("h" in listed[job_id].state for job_id in ids if job_id in listed) else {}
+        return {
+            job_id: replace(status, held=held.get(job_id)) if status.phase == "waiting" else status
+            for job_id, status in found.items()
+            if status is not None
+        }
 
     def cancel(self, job_id: str) -> None:
         answer = self._call("qdel", job_id)
         if answer.code != 0 and "does not exist" not in answer.out + answer.err:
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> None:
+    def estimate(self, wall_seconds: float) -> None:
+        return None
+
+    def planned(self, job_id: str) -> None:
         return None
 
     def listing(self) -> None:
@@ -104,11 +113,20 @@ class SgeScheduler:
             options += ["-pe", settings.parallel_environment, str(settings.slots)]
         return [*options, *settings.extra]
 
-    def _listed(self) -> dict[str, Listed]:
-        answer = self._ask("qstat", "-xml", "-u", user())
+    def _listed(self, *which: str) -> dict[str, Listed]:
+        answer = self._ask("qstat", "-xml", "-u", user(), *which)
         if answer.code != 0:
             raise SchedulerUnreachableError(f"qstat: {answer.said}")
         return read_list(answer.out)
+
+    def _held(self) -> dict[str, str]:
+        """Who holds which job. The letter h of its state also stands for a job that waits for another."""
+        found = {}
+        for kind, who in HOLDERS.items():
+            for job_id in self._listed("-s", f"h{kind}"):
+                release = f"qrls -h {kind} {job_id}"
+                found[job_id] = f"held by {who} (qstat -s h{kind}); to let it start: `{release}`"
+        return found
 
     def _living(self, job: Listed) -> JobStatus | None:
         detail = self._ask("qstat", "-j", job.job_id, "-xml")

@@ -59,6 +59,7 @@ NEVER = re.compile(
     r"|(Assoc|QOS)MaxWallDuration\w*|(Assoc|QOS)GrpWall\w*",
     re.IGNORECASE,
 )
+HELD = re.compile(r"(JobHeldUser)|JobHeldAdmin|job_?requeued_?(in_)?held(_state)?", re.IGNORECASE)
 LISTING = "%i|%T|%V|%S|%l|%D"  # id, state, submission, start, limit, nodes
 BAD_LUCK = re.compile(r"launch_failed_requeued_held")  # of these, what is no fault of what was asked for
 UNREACHABLE = re.compile(
@@ -110,14 +111,14 @@ class SlurmScheduler:
         if answer.code != 0 and not gone:
             raise SchedulerUnreachableError(f"scancel: {answer.said}")
 
-    def estimate(self, wall_seconds: float, waiting: Sequence[str]) -> float | None:
-        """Of a new job, which sbatch tests; where a site forbids that, of the newest of ours that waits."""
+    def estimate(self, wall_seconds: float) -> float | None:
+        """sbatch tests it; some sites forbid that."""
         answer = self._ask("sbatch", "--test-only", *self._shape(wall_seconds), "--wrap=true")
-        found = read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
-        if found is None and waiting:
-            answer = self._ask("squeue", "--start", "--noheader", f"--jobs={waiting[-1]}", "--format=%i|%S")
-            found = read_squeue(answer.out, time.time()).get(waiting[-1]) if answer.code == 0 else None
-        return found
+        return read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
+
+    def planned(self, job_id: str) -> float | None:
+        answer = self._ask("squeue", "--start", "--noheader", f"--jobs={job_id}", "--format=%i|%S")
+        return read_squeue(answer.out, time.time()).get(job_id) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._ask("squeue", "--all", "--noheader", "--states=PENDING,RUNNING", f"--format={LISTING}")
@@ -205,6 +206,7 @@ def read_status(line: str) -> JobStatus:
         reason=reason,
         never_starts=field(line, "Reason") if phase == "waiting" and NEVER.search(reason) else None,
         bad_luck=phase == "waiting" and BAD_LUCK.search(reason) is not None,
+        held=held(line) if phase == "waiting" else None,
         name=field(line, "JobName"),
         eligible_at=epoch(field(line, "EligibleTime")),
         started_at=epoch(field(line, "StartTime")) if ran else None,  # of a waiting job it is a guess
@@ -213,6 +215,18 @@ def read_status(line: str) -> JobStatus:
         outcome=outcome,
         exit_code=exit_code(field(line, "ExitCode")) if ran and phase == "ended" else None,
     )
+
+
+def held(line: str) -> str | None:
+    """
+    >>> held("JobId=7 JobName=a JobState=PENDING Reason=JobHeldUser Dependency=(null)")
+    'held by its owner (JobHeldUser); to let it start: `scontrol release 7`'
+    """
+    match = HELD.search(field(line, "Reason") or "")
+    if match is None or NEVER.search(line):
+        return None
+    who = "its owner" if match[1] else "an administrator"
+    return f"held by {who} ({match[0]}); to let it start: `scontrol release {field(line, 'JobId')}`"
 
 
 def read_test_only(text: str, now: float) -> float | None:
