@@ -40,7 +40,7 @@ queue = { kind = "fixed", delay = 1.0 }
 """
 
 # Every Python process imports this by itself when it starts.
-FOLLOWER = '''
+FOLLOWER = """
 import atexit, os, sys, threading, time
 
 PACKAGE, NOTES = os.environ["WALK_PACKAGE"] + os.sep, os.environ["WALK_NOTES"]
@@ -76,7 +76,7 @@ threading.setprofile(follow)
 threading.Thread(target=watch, daemon=True).start()
 sys.setprofile(follow)
 atexit.register(write)
-'''
+"""
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ class SlurmRun(Run):
         options: Mapping[str, Any] | None = None,
         scheduler: Mapping[str, Mapping[str, Any]] | None = None,
         round_length: float = 0.5,
+        grace: float = 0.5,
         **more: Any,
     ) -> None:
         """`scheduler`: what some facilities say of theirs beside the rest."""
@@ -52,7 +53,11 @@ class SlurmRun(Run):
             gate = f'{shlex.quote(str(self.gates / name))}-"$(basename "$FEDQUEUE_JOB")-$FEDQUEUE_ATTEMPT"'
             self.write_agent(
                 name,
-                {"command": f"while [ -e {gate} ]; do sleep 0.1; done; exec {command}", "poll_seconds": 0.4},
+                {
+                    "command": f"while [ -e {gate} ]; do sleep 0.1; done; exec {command}",
+                    "poll_seconds": 0.4,
+                    "grace_seconds": grace,
+                },
                 {**settings, **(scheduler or {}).get(name, {})},
             )
 

@@ -196,7 +196,7 @@ def test_a_job_requeued_after_it_handed_in_is_cancelled_and_what_it_handed_in_co
 ) -> None:
     """Requeued, it is told to stop and hands in. Nobody is there to see it until Slurm runs it again."""
     sites = {"watched": large, "alone": large}
-    with SlurmRun(tmp_path, sites, wishes={"odd": {"0": "signal"}}) as run:
+    with SlurmRun(tmp_path, sites, wishes={"odd": {"0": "signal"}}, grace=30.0) as run:
         run.start()
         for name in sites:
             run.run_until((run.job_folder(name) / "attempt-0" / "listens").exists, f"{name}/0 runs")

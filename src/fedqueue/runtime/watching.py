@@ -31,6 +31,7 @@ class Watching:
         self._station = station
         self._on_its_way = on_its_way
         self._lost: set[int] = set()  # jobs of which something was gone when we last looked
+        self._taken_back: dict[int, float] = {}  # jobs that wait or run again: since when
         self._settled: dict[int, float] = {}  # jobs that should end by themselves: since when, monotonic
 
     def look(self) -> None:
@@ -110,24 +111,28 @@ class Watching:
         return lost is not None
 
     def _see_requeue(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
-        """It runs again, or waits again after it ran."""
-        again = newest if newest > work.attempt else None
-        if again is None and status is not None and status.phase == "waiting" and work.started == newest >= 0:
-            again = newest + 1
-        if again is not None and again > work.attempt and (work.started >= 0 or newest > 0):
-            stamp = folder.started(work.attempt)
-            held = max(0.0, time.time() - stamp) if stamp is not None else 0.0
-            reason = (status.reason if status is not None else "") or "taken back into the queue"
-            self._station.notes.note(
-                self._station.notes.report(
-                    kind="requeued",
-                    sequence=work.sequence,
-                    attempt=again,
-                    reason=reason[:REASON_LENGTH],
-                    held_seconds=held,
-                ),
-                {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes},  # counts, closes none
-            )
+        """It runs again, or waits again after it ran. One that waits may be handing in still, since it was told to stop
+        when it was taken back: its result has some time to show."""
+        waits = status is not None and status.phase == "waiting" and work.started == newest >= work.attempt
+        if newest <= work.attempt and not waits:
+            self._taken_back.pop(work.sequence, None)
+            return
+        since = self._taken_back.setdefault(work.sequence, time.time())
+        if newest <= work.attempt and time.time() - since < self._station.settings.grace_seconds:
+            return
+        stamp = folder.started(work.attempt)
+        held = max(0.0, since - stamp) if stamp is not None else 0.0
+        reason = (status.reason if status is not None else "") or "taken back into the queue"
+        report = self._station.notes.report(
+            kind="requeued",
+            sequence=work.sequence,
+            attempt=max(newest, work.attempt + 1),
+            reason=reason[:REASON_LENGTH],
+            held_seconds=held,
+        )
+        counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
+        self._station.notes.note({**report, "at": since}, counts)
+        del self._taken_back[work.sequence]
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
         stamp = folder.started(newest)
