@@ -191,6 +191,33 @@ def test_a_scheduler_that_is_away_or_forgets_costs_time_and_nothing_else(forgetf
     forgetful.wait_until_ready()
 
 
+def test_a_job_requeued_after_it_handed_in_is_cancelled_and_what_it_handed_in_counts(
+    large: Cluster, tmp_path: Path
+) -> None:
+    """Requeued, it is told to stop and hands in. Nobody is there to see it until Slurm runs it again."""
+    sites = {"watched": large, "alone": large}
+    with SlurmRun(tmp_path, sites, wishes={"odd": {"0": "signal"}}, grace=30.0) as run:
+        run.start()
+        for name in sites:
+            run.run_until((run.job_folder(name) / "attempt-0" / "listens").exists, f"{name}/0 runs")
+        run.wait(JobStarted, "watched/0", "alone/0")
+        run.stop("alone")
+        numbers = {name: run.id(name) for name in sites}
+        for number in numbers.values():
+            large.call("scontrol", "requeue", number)
+        run.run_until((run.job_folder("alone") / "attempt-1" / "started").exists, "alone/0 runs again", 90.0)
+        run.start("alone")
+        run.run_to_end(90.0)
+        story = run.check(rounds=2)
+        assert not story.events(JobRequeued)
+        assert not story.events(JobFailed)
+        for name, number in numbers.items():
+            assert (f"{name}/0", 0) in story.receipts
+            assert "JobState=CANCELLED" in large.call("scontrol", "show", "job", number)
+        assert not (run.job_folder("watched") / "attempt-1").exists(), "it was cancelled while it waited again"
+    large.wait_until_ready()
+
+
 def test_the_job_after_one_that_was_cancelled_goes_on(large: Cluster, tmp_path: Path) -> None:
     wishes = {"odd": {"1": "slow"}, "slow_seconds": 60.0}
     options = {"min_steps": 3, "pipeline": "chain"}

@@ -97,7 +97,9 @@ def main() -> None:
     folder = f"{job}/attempt-{attempt}"
     with open(f"{job}/order.json", encoding="utf-8") as file:
         order = json.load(file)
-    odd = wishes.get("odd", {}).get(order["job_id"].rpartition("/")[2]) if attempt == 0 else None
+    odd = wishes.get("odd", {}).get(order["job_id"].rpartition("/")[2])
+    if attempt > 0:
+        odd = "hang" if odd == "signal" else None
     with open(f"{folder}/started", encoding="utf-8") as file:
         started = float(file.read())
     work = {**order["assignment"], "model": order["model"]} if order["assignment"] else bind(order, folder, started)
@@ -105,6 +107,10 @@ def main() -> None:
     began = time.time()
     if odd == "hang":
         time.sleep(1000.0)
+    if odd == "signal":  # hands in when it is told to stop, and hangs when it is run again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        write_whole(f"{folder}/listens", b"")
+        signal.sigwait({signal.SIGTERM})
     if odd in ("slow", "deaf"):  # deaf: an old incarnation that its scheduler cannot end
         if odd == "deaf" and (child := os.fork()):
             raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

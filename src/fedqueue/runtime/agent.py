@@ -64,7 +64,7 @@ class Agent:
         self._shelf = Shelf(home, client, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
         self._evaluation = Evaluation(self._station, self._shelf, self._worker)
-        self._delivery = Delivery(self._station, client, lambda work: self._watching.part(work))
+        self._delivery = Delivery(self._station, client)
         self._watching = Watching(self._station, self._delivery.on_its_way)
         self._foreseeing = Foreseeing(self._station)
 
@@ -167,7 +167,7 @@ class Agent:
             "host": socket.gethostname(),
             "poll_seconds": self._station.settings.poll_seconds,
             "standing": self._shelf.standing_number,
-            "open": sorted(self._memory.works)[:MOST_REPORTS],
+            "open": sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
             "newest": self._memory.newest_report,
             "reports": reports,
             "leaving": leaving,

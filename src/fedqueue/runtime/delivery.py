@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -27,11 +26,9 @@ class UpdateGoneError(FedQueueError):
 
 
 class Delivery:
-    def __init__(self, station: Station, client: Client, delivered: Callable[[Work], None]) -> None:
-        """`delivered` is told of every job whose update is in."""
+    def __init__(self, station: Station, client: Client) -> None:
         self._station = station
         self._client = client
-        self._delivered = delivered
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="mover")  # one transfer at a time
         self._moving: dict[int, Future[dict[str, Any]]] = {}  # by sequence number
         self._not_before: dict[int, float] = {}  # monotonic: hand-ins that failed wait a little
@@ -59,7 +56,8 @@ class Delivery:
                 self._not_before.pop(sequence, None)
                 self._handed_in(self._station.memory.works[sequence], future)
         for work in list(self._station.memory.works.values()):
-            ready = work.ended == work.attempt and not work.cancelled and work.sequence not in self._moving
+            over = work.settled or work.cancelled or work.sequence in self._moving
+            ready = work.ended == work.attempt and not over
             told = not any(r.get("sequence") == work.sequence for r in self._station.memory.reports.values())
             if ready and told and time.monotonic() >= self._not_before.get(work.sequence, 0.0):
                 self._moving[work.sequence] = self._mover.submit(self._move, work.sequence, work.ended, work)
@@ -107,13 +105,14 @@ class Delivery:
         elif isinstance(error, CoordinatorRefusedError) and error.status == NOT_OPEN:
             self._station.say(f"the update of job {work.sequence} is not wanted any more: {error.reason}")
         elif isinstance(error, CoordinatorRefusedError) and error.status not in (401, 403, 409):
-            self._station.fail(work, f"its update was refused: {error.reason}", transient=True)
+            self._station.fail(work, f"its update was refused: {error.reason}", transient=True, and_end=True)
             return
         elif isinstance(error, CoordinatorRefusedError) and error.status == 409 and self._too_often(work):
-            self._station.fail(work, f"its update does not arrive as it is: {error.reason}", transient=True)
+            reason = f"its update does not arrive as it is: {error.reason}"
+            self._station.fail(work, reason, transient=True, and_end=True)
             return
         elif isinstance(error, UpdateGoneError):
-            self._station.fail(work, str(error), transient=True)
+            self._station.fail(work, str(error), transient=True, and_end=True)
             return
         elif isinstance(error, FedQueueError):
             self._station.trouble("hand-in", f"the update of job {work.sequence} cannot be handed in now: {error}")
@@ -121,11 +120,7 @@ class Delivery:
             return
         else:
             raise error
-        if self._station.folder(work).attempts() > work.attempt + 1:
-            self._station.notes.note({"kind": "cancel", "sequence": work.sequence})  # it runs once more, for nothing
-            return
-        self._delivered(work)
-        self._station.notes.note(self._station.closing(work, self._station.held(work)))
+        self._station.notes.note({"kind": "settled", "sequence": work.sequence})
         self._station.tidy(work)
 
     def _too_often(self, work: Work) -> bool:

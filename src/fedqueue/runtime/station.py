@@ -10,7 +10,13 @@ from typing import Any, Final
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.jobfolder import JobFolder
 from fedqueue.runtime.reports import MOST_TROUBLES, REASON_LENGTH, one_line
-from fedqueue.runtime.schedulers import Scheduler, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
+from fedqueue.runtime.schedulers import (
+    JobStatus,
+    Scheduler,
+    SchedulerUnreachableError,
+    SubmitRefusedError,
+    clamp_wall,
+)
 from fedqueue.runtime.works import Memory, Notes, Work
 
 MOST_DOUBLINGS: Final = 10
@@ -58,8 +64,10 @@ class Station:
         cap = self.settings.node_hours
         if cap is None:
             return
-        asks, used = wall * self.nodes, self.memory.node_seconds
-        walls = [self.wall(work) for work in self.memory.works.values() if work.scheduler_id is not None]
+        there = [work for work in self.memory.works.values() if work.scheduler_id is not None]
+        ending = [work for work in there if work.settled and not work.unwanted]
+        asks, used = wall * self.nodes, self.memory.node_seconds + sum(map(self.held, ending)) * self.nodes
+        walls = [self.wall(work) for work in there if work not in ending]
         held = (sum(walls) + self.scoring_wall) * self.nodes
         if used + held + asks <= 3600 * cap:
             return
@@ -140,6 +148,18 @@ class Station:
         if stamp is None:
             return 0.0
         return max(0.0, (result.finished_at if result is not None else time.time()) - stamp)
+
+    def held_in_all(self, work: Work, status: JobStatus | None) -> float:
+        """By a job that is over, in this attempt and in what its scheduler ran thereafter; `status` is its last."""
+        folder, held, end = self.folder(work), [], time.time()
+        for attempt in reversed(range(work.attempt, folder.attempts())):
+            result, stamp = folder.result(attempt), folder.started(attempt)
+            if stamp is not None:
+                held.append((result.finished_at if result is not None else end) - stamp)
+                end = stamp
+        if held and status is not None and status.started_at is not None and status.ended_at is not None:
+            held[0] = status.ended_at - status.started_at
+        return sum(min(self.wall(work), max(0.0, seconds)) for seconds in held)
 
     def closing(self, work: Work, held_seconds: float) -> dict[str, Any]:
         return {"kind": "closed", "sequence": work.sequence, "node_seconds": held_seconds * self.nodes}

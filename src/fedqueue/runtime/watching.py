@@ -22,6 +22,8 @@ DISAGREE_SECONDS: Final = 60.0
 
 PARTING_SECONDS: Final = 120.0
 """For a job to end after its update is in: a script may have something left to do."""
+LAST_PARTING_SECONDS: Final = 10.0
+"""The same at the end of the run, when the agent waits for it."""
 
 
 class Watching:
@@ -30,7 +32,8 @@ class Watching:
         self._station = station
         self._on_its_way = on_its_way
         self._lost: set[int] = set()  # jobs of which something was gone when we last looked
-        self._parting: dict[str, tuple[str, float]] = {}  # scheduler id -> name, and when it should have ended
+        self._taken_back: dict[int, float] = {}  # jobs that wait or run again: since when
+        self._settled: dict[int, float] = {}  # jobs that should end by themselves: since when, monotonic
 
     def look(self) -> None:
         """At every job; what is new is noted as a report."""
@@ -39,12 +42,6 @@ class Watching:
             self._look(work, statuses)
         if statuses is not None:
             self._tell_held(statuses)
-        self._see_off()
-
-    def part(self, work: Work) -> None:
-        """Its update is in: it should end now."""
-        if work.scheduler_id is not None:
-            self._parting[work.scheduler_id] = (work.name, time.monotonic() + PARTING_SECONDS)
 
     def _ask_scheduler(self) -> dict[str, JobStatus] | None:
         """What the scheduler knows of our jobs; None: it could not be asked, which says nothing about them."""
@@ -73,35 +70,46 @@ class Watching:
             self._station.fine("held jobs")
 
     def _look(self, work: Work, statuses: dict[str, JobStatus] | None) -> None:
-        if work.scheduler_id is None or self._on_its_way(work):
+        if work.scheduler_id is None:
             return
         status = statuses.get(work.scheduler_id) if statuses is not None else None
         if status is not None and status.name not in (None, work.name):
             status = None  # the scheduler lost ours and gave its id to another
         if work.cancelled:
-            self._see_cancelled(work, statuses, status)
+            if not self._on_its_way(work):
+                self._see_cancelled(work, statuses, status)
             return
         folder = self._station.folder(work)
-        if self._see_loss(work, folder):
+        if not work.settled and not self._on_its_way(work) and self._see_loss(work, folder):
             return
+        if work.ended < work.attempt:
+            self._see_progress(work, folder, statuses, status)
+        if work.ended == work.attempt:
+            self._see_off(work, folder, statuses, status)
+
+    def _see_progress(
+        self, work: Work, folder: JobFolder, statuses: dict[str, JobStatus] | None, status: JobStatus | None
+    ) -> None:
         newest = folder.attempts() - 1
-        self._see_requeue(work, folder, newest, status)
+        if folder.result(work.attempt) is None:
+            self._see_requeue(work, folder, newest, status)
+        elif newest > work.attempt or (status is not None and status.phase == "waiting"):
+            newest, status = work.attempt, None  # what it handed in counts, and not that it was taken back thereafter
         if newest >= work.attempt and work.started < newest:
             self._see_start(work, folder, newest, status, asked=statuses is not None)
-        if work.started == newest >= 0 and (result := folder.result(newest)) is not None:
+        if work.started == newest == work.attempt and (result := folder.result(newest)) is not None:
             work.missing_since = None
-            if work.ended < newest:
-                stamp = folder.started(newest) or result.began_at
-                self._station.notes.note(
-                    self._station.notes.report(
-                        kind="ended",
-                        sequence=work.sequence,
-                        attempt=newest,
-                        steps_done=result.steps_done,
-                        train_seconds=result.train_seconds,
-                        held_seconds=max(0.0, result.finished_at - stamp),
-                    )
+            stamp = folder.started(newest) or result.began_at
+            self._station.notes.note(
+                self._station.notes.report(
+                    kind="ended",
+                    sequence=work.sequence,
+                    attempt=newest,
+                    steps_done=result.steps_done,
+                    train_seconds=result.train_seconds,
+                    held_seconds=max(0.0, result.finished_at - stamp),
                 )
+            )
         elif statuses is not None:
             self._see_end_without_result(work, folder, newest, status)
 
@@ -119,31 +127,35 @@ class Watching:
         return lost is not None
 
     def _see_requeue(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
-        """It runs again, or waits again after it ran."""
-        again = newest if newest > work.attempt else None
-        if again is None and status is not None and status.phase == "waiting" and work.started == newest >= 0:
-            again = newest + 1
-        if again is not None and again > work.attempt and (work.started >= 0 or newest > 0):
-            held = self._held_until_requeue(work, folder, newest)
-            reason = (status.reason if status is not None else "") or "taken back into the queue"
-            self._station.notes.note(
-                self._station.notes.report(
-                    kind="requeued",
-                    sequence=work.sequence,
-                    attempt=again,
-                    reason=reason[:REASON_LENGTH],
-                    held_seconds=held,
-                ),
-                {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes},  # counts, closes none
-            )
+        """It runs again, or waits again after it ran. One that waits may be handing in still, since it was told to stop
+        when it was taken back: its result has some time to show."""
+        waits = status is not None and status.phase == "waiting" and work.started == newest >= work.attempt
+        if newest <= work.attempt and not waits:
+            self._taken_back.pop(work.sequence, None)
+            return
+        since = self._taken_back.setdefault(work.sequence, time.time())
+        if newest <= work.attempt and time.time() - since < self._station.settings.grace_seconds:
+            return
+        held = self._held_until_requeue(work, folder, newest, since)
+        reason = (status.reason if status is not None else "") or "taken back into the queue"
+        report = self._station.notes.report(
+            kind="requeued",
+            sequence=work.sequence,
+            attempt=max(newest, work.attempt + 1),
+            reason=reason[:REASON_LENGTH],
+            held_seconds=held,
+        )
+        counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
+        self._station.notes.note({**report, "at": since}, counts)
+        del self._taken_back[work.sequence]
 
-    def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int) -> float:
+    def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int, taken_back: float) -> float:
         """Seconds that it held its nodes before it was requeued: until it started again, if it has, and never longer
         than its wall time. Of several runs that nobody saw, all count."""
         starts = [folder.started(attempt) for attempt in range(work.attempt, newest + 1)]
         known = [start for start in starts if start is not None]
         if newest <= work.attempt:
-            known.append(time.time())
+            known.append(taken_back)
         return sum(min(max(0.0, end - start), self._station.wall(work)) for start, end in pairwise(known))
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
@@ -220,19 +232,28 @@ class Watching:
         if status is not None and status.phase != "ended":
             self._station.cancel(work)
             return
-        self._station.notes.note(self._station.closing(work, self._station.held(work)))
+        self._station.notes.note(self._station.closing(work, self._station.held_in_all(work, status)))
         self._station.tidy(work)
 
-    def _see_off(self) -> None:
-        """A job whose update is in has nothing more to do. One that hangs at its end gives its nodes back."""
-        for scheduler_id, (name, until) in list(self._parting.items()):
-            if time.monotonic() < until:
-                continue
-            try:
-                status = self._station.scheduler.poll([scheduler_id]).get(scheduler_id)
-                if status is not None and status.phase != "ended" and status.name in (None, name):
-                    self._station.say(f"{name} handed in and did not end; it is cancelled")
-                    self._station.scheduler.cancel(scheduler_id)
-            except SchedulerUnreachableError:
-                return
-            del self._parting[scheduler_id]
+    def _see_off(
+        self, work: Work, folder: JobFolder, statuses: dict[str, JobStatus] | None, status: JobStatus | None
+    ) -> None:
+        """A job that handed in has nothing more to do. One that stays, or that its scheduler runs again, is ended."""
+        again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
+        if again and not work.unwanted:
+            self._station.say(f"{work.name} has handed in and is run again by its scheduler; it is ended")
+            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+        is_there = status is not None and status.phase != "ended"
+        if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
+            self._station.say(f"{work.name} has handed in and did not end; it is ended")
+            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+        if work.unwanted and (is_there or statuses is None):
+            self._station.cancel(work)
+        elif work.settled and statuses is not None and not is_there:
+            self._station.notes.note(self._station.closing(work, self._station.held_in_all(work, status)))
+            self._settled.pop(work.sequence, None)
+
+    def _should_have_ended(self, work: Work) -> bool:
+        since = self._settled.setdefault(work.sequence, time.monotonic())
+        over = self._station.memory.over is not None
+        return time.monotonic() - since > (LAST_PARTING_SECONDS if over else PARTING_SECONDS)

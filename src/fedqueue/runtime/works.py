@@ -28,6 +28,8 @@ class Work:
     started: int = -1  # newest attempt whose start was reported
     admission_delay: float = 0.0  # of that attempt
     ended: int = -1  # newest attempt whose end was reported
+    settled: bool = False  # its update is in, or nobody wants it: the job has nothing more to do
+    unwanted: bool = False  # it has handed in and does not end, or is run again: its scheduler is to end it
     cancelled: bool = False
     cancels_sent: int = 0  # to the scheduler
     cancel_sent_at: float | None = None  # the last of them
@@ -99,6 +101,10 @@ class Notes:
             case "submitted":
                 work = memory.works[entry["sequence"]]
                 work.scheduler_id, work.submitted_at = entry["id"], entry["at"]
+            case "settled":
+                memory.works[entry["sequence"]].settled = True
+            case "unwanted":
+                memory.works[entry["sequence"]].unwanted = True
             case "cancel":
                 memory.works[entry["sequence"]].cancelled = True
             case "cancel_sent":
