@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, forecasts, history, load, planning, resnet, simulator, training, transfer
+from benchmarks import aggregation, checking, forecasts, history, load, planning, resnet, simulator, training, transfer
 from fedqueue.machine import provenance
 from fedqueue.runs import write_json
 
@@ -22,6 +22,7 @@ PARTS = {
     "training": training,
     "resnet": resnet,
     "aggregation": aggregation,
+    "checking": checking,
     "transfer": transfer,
     "load": load,
 }

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -94,6 +95,17 @@ def test_run_folder_has_ledger_summary_and_plots_and_names_never_clash(config: P
     assert all(json.loads(line)["kind"] for line in lines)
     assert main(["report", str(first), "--out", "page.html"]) == 0
     assert "<svg" in Path("page.html").read_text()
+
+
+def test_replay_finds_an_update_in_a_model_that_was_never_made(config: Path, capsys: Any) -> None:
+    assert main(["simulate", str(config), "--no-plots", "--out", "r"]) == 0
+    with contextlib.closing(sqlite3.connect("r/ledger.sqlite")) as ledger:
+        (version,) = ledger.execute("SELECT max(version) FROM updates WHERE fate = 'aggregated'").fetchone()
+        made = "kind = 'ModelReady' AND json_extract(body, '$.version') = ?"
+        ledger.execute(f"UPDATE events SET kind = 'TimerFired' WHERE {made}", (version,))
+        ledger.commit()
+    assert main(["replay", "r"]) == 7
+    assert f"is on record as part of model {version}, which the ledger does not have" in capsys.readouterr().err
 
 
 def test_compare_gives_the_same_figures_with_one_process_and_with_two(config: Path, capsys: Any) -> None:

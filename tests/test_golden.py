@@ -11,7 +11,6 @@ import pytest
 from fedqueue import messages
 from fedqueue.messages import (
     Aggregate,
-    AggregateFailed,
     Assignment,
     AssignWork,
     CancelJob,
@@ -148,7 +147,7 @@ def happened(event: Event) -> str:
         case JobStarted(bound=bound) if bound is not None:
             waited = f"after {event.admission_delay:.2f} s" + (f" + {event.lingered:.2f} s" if event.lingered else "")
             return f"JobStarted {event.job_id}#{event.attempt} {waited}, takes {assignment(bound)}"
-    for quiet in ("lingered", "ago", "digest"):  # said only where they say something
+    for quiet in ("lingered", "ago", "digest", "reason", "mended"):  # said only where they say something
         if not details.get(quiet, True):
             del details[quiet]
     shown = (f"{k} {round(v, 3) if isinstance(v, float) else v}" for k, v in details.items() if v is not None)
@@ -169,7 +168,7 @@ def test_run_is_as_written_down(scenario: str, request: pytest.FixtureRequest) -
 
 
 def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> None:
-    """Pause, drain, a coordinator that was down, a forecast from outside, a model that could not be made."""
+    """Pause, drain, a refusal, a coordinator that was down, a forecast from outside, a model that could not be made."""
     plan = Plan(
         facilities=tuple(
             FacilityProfile(name=name, data_weight=0.5, steps_per_second=10.0, first_delay=2.0)
@@ -183,6 +182,7 @@ def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> 
     events: list[Event] = [
         RunStarted(at=0.0),
         ForecastIssued(at=1.0, facility="east", mean=4.0, quantiles=((0.5, 3.0), (0.9, 9.0)), source="boosting"),
+        messages.SubmitRefused(at=1.5, job_id="west/0", reason="the queue is full", transient=True),
         JobStarted(
             at=2.0,
             job_id="east/0",
@@ -190,13 +190,14 @@ def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> 
             admission_delay=2.0,
             bound=Assignment(base_version=0, steps=79, learning_rate=0.001, cutoff=10.0),
         ),
+        messages.TimerFired(at=2.5, key="retry/west"),
         RunPaused(at=3.0),
         RunResumed(at=3.0),
         CoordinatorResumed(at=4.0, down_seconds=3600.0),
         messages.TimerFired(at=10.0, key="cutoff/0"),
-        AggregateFailed(at=10.5, version=1, reason="disk full"),
-        messages.TimerFired(at=11.5, key="aggregate/1"),
-        messages.ModelReady(at=12.0, version=1),
+        RunPaused(at=10.5, reason="model 1 cannot be made: the disk is full; make room"),
+        messages.ModelReady(at=10.5, version=1),
+        RunResumed(at=10.5, mended=True),
         FacilityDrained(at=13.0, facility="west"),
         FacilityJoined(at=14.0, facility="nowhere"),
         ModelScored(at=15.0, version=1, metrics={"score": 0.95}),

@@ -112,6 +112,24 @@ def test_only_declared_tensors_travel_and_state_stays_at_the_facility(config: Pa
     assert (folder / "summary.json").exists()
 
 
+def test_replay_finds_a_model_that_is_gone_or_has_changed(config: Path, capsys: Any) -> None:
+    _, folder = run(config)
+    assert main(["replay", str(folder)]) == 0
+    assert "model files checked" in capsys.readouterr().out
+    with LedgerReader(folder / FILE) as ledger:
+        newest = ledger.rows("SELECT json_extract(body, '$.digest') AS sha FROM events WHERE kind = 'ModelReady'")[-1]
+    path = folder / "objects" / f"{newest['sha']}.safetensors"
+    right = path.read_bytes()
+    path.write_bytes(right[:-4] + bytes([0, 0, 128, 63]))  # one of its numbers is 1.0 now
+    assert main(["replay", str(folder)]) == 7
+    assert f"model 3, objects/{path.name}, has changed on its disk" in capsys.readouterr().err
+    path.unlink()
+    assert main(["replay", str(folder)]) == 7
+    assert "put it back" in capsys.readouterr().err
+    path.write_bytes(right)
+    assert main(["replay", str(folder)]) == 0
+
+
 def test_receipts_say_what_was_really_done(config: Path) -> None:
     _, folder = run(config)
     with LedgerReader(folder / FILE) as ledger:

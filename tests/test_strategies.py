@@ -232,6 +232,9 @@ def check_invariants(trace: Trace) -> None:
                 assert total <= 1 + 1e-9
             elif isinstance(command, Record) and command.kind == "fate":
                 fates[command.facts["job"], command.facts["attempt"]] += 1
+                if command.facts["fate"] == "aggregated":
+                    assert isinstance(event, ModelReady)
+                    assert command.facts["version"] == event.version, "aggregated into a model that is not there"
     assert all(n == 1 for n in aggregated.values()), "an update is aggregated at most once"
     assert all(n == 1 for n in fates.values()), "an update has one fate"
     assert set(aggregated) <= arrived, "only what arrived is aggregated"
@@ -262,13 +265,16 @@ def test_nothing_before_t_depends_on_delays_after_t(
 
 @st.composite
 def operators(draw: st.DrawFn) -> list[Event]:
-    """Pauses, drains, rejoins, stops and restarts of the coordinator."""
+    """Pauses, faults that are mended, drains, rejoins, stops and restarts of the coordinator."""
     events: list[Event] = []
     for at in draw(st.lists(st.floats(0, 150), max_size=4)):
         name = draw(st.sampled_from(["f0", "f1"]))
-        kind = draw(st.sampled_from(["pause", "drain", "join", "restart", "leave", "stop"]))
+        kind = draw(st.sampled_from(["pause", "fault", "drain", "join", "restart", "leave", "stop"]))
         if kind == "pause":
             events += [RunPaused(at=at), RunResumed(at=at + draw(st.floats(0, 20)))]
+        elif kind == "fault":
+            mended_at = at + draw(st.floats(0, 20))
+            events += [RunPaused(at=at, reason="a file is missing"), RunResumed(at=mended_at, mended=True)]
         elif kind == "stop":
             events.append(StopRequested(at=at))
         elif kind == "restart":

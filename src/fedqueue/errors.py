@@ -5,7 +5,7 @@
     ├── DataError                        3   a data file is missing or damaged: fetch it, or point FEDQUEUE_DATA at it
     ├── TaskError                        4   the user's training code: fix it
     ├── RunFolderError                   5   a run folder exists already, is missing, or is not one: name another
-    ├── StorageError                     6   the disk is full or not writable: make room, then run again
+    ├── StorageError                     6   a file or folder cannot be written or read: the message says what to do
     ├── ReplayError                      7   a replay gave other commands than the ledger holds: a bug, or another build
     ├── TransportError                       between an agent and its coordinator (runtime/transport.py)
     │   ├── CoordinatorUnreachableError  8   the network, or a coordinator that is down: it is tried again
@@ -20,7 +20,32 @@ Each message is one line that says what is wrong, where, and what to do.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import errno
+from typing import ClassVar, Final
+
+_HELP: Final = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "the quota is used up: make room",
+    errno.EACCES: "let this user read and write it",
+    errno.EPERM: "let this user read and write it; `lsattr` shows whether it is locked",
+    errno.EROFS: "its file system is mounted read-only: mount it for writing",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
+    errno.ENOENT: "put it back",
+    errno.ENOTDIR: "put it back",
+    errno.EISDIR: "a folder is in its place: put the file back",
+    errno.EIO: "the disk does not answer as it should: look after it",
+    errno.ESTALE: "its file system was mounted anew: mount it where it was",
+}
+
+
+def what_to_do(error: OSError) -> str:
+    """About a file or folder that could not be used.
+
+    >>> what_to_do(OSError(errno.EMFILE, "Too many open files"))
+    'raise the limit of open files (`ulimit -n`)'
+    """
+    return _HELP.get(error.errno or 0, "look at the file system")
 
 
 class FedQueueError(Exception):

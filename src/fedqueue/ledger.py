@@ -41,7 +41,10 @@ class Ledger:
         self._commands: list[tuple[int, int, str, str | None, str]] = []
         self.origin: str | None = None
         """Who reported the next event; goes with it, and with it alone."""
-        self._db = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise storage_error(path, error) from None
         try:
             if durable:
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -60,7 +63,7 @@ class Ledger:
             self._seq = newest + 1
         except sqlite3.Error as error:
             self._db.close()
-            raise _storage_error(path, error) from None
+            raise storage_error(path, error) from None
 
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         seq = self._seq
@@ -92,7 +95,7 @@ class Ledger:
             self._db.executemany("INSERT INTO commands VALUES (?, ?, ?, ?, ?)", self._commands)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise _storage_error(self._path, error) from None
+            raise storage_error(self._path, error) from None
         self._events.clear()
         self._commands.clear()
 
@@ -101,7 +104,7 @@ class Ledger:
         try:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, encode_value(value)))
         except sqlite3.Error as error:
-            raise _storage_error(self._path, error) from None
+            raise storage_error(self._path, error) from None
 
     def close(self) -> None:
         self.flush()
@@ -139,12 +142,17 @@ class LedgerReader:
         if not path.is_file():
             raise RunFolderError(f"{path.parent}: is not a run folder: it has no {path.name}")
         self.path = path
-        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        try:
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        except sqlite3.Error as error:
+            raise storage_error(path, error, "read") from None
         self._db.row_factory = sqlite3.Row
         try:
             self.meta = {row["key"]: json.loads(row["value"]) for row in self._db.execute("SELECT * FROM meta")}
         except sqlite3.DatabaseError as error:
             self._db.close()
+            if _primary(error) in _HELP:
+                raise storage_error(path, error, "read") from None
             raise RunFolderError(f"{path}: is not a ledger: {error}") from None
         if self.meta.get("format") != FORMAT:
             found = self.meta.get("format")
@@ -196,5 +204,21 @@ def _job_of(message: Any) -> str | None:
     return None
 
 
-def _storage_error(path: Path, error: sqlite3.Error) -> StorageError:
-    return StorageError(f"{path}: cannot be written: {error}; what was written stays; make room, then run again")
+_HELP: Final = {
+    sqlite3.SQLITE_FULL: "make room",
+    sqlite3.SQLITE_IOERR: "make room, or look after the disk",
+    sqlite3.SQLITE_READONLY: "let this user write it",
+    sqlite3.SQLITE_PERM: "let this user read and write it",
+    sqlite3.SQLITE_CANTOPEN: "put it back, let this user read and write it, or raise the limit of open files",
+    sqlite3.SQLITE_BUSY: "end whatever else writes to it",
+}
+"""What to do, by SQLite's primary result code: nothing is wrong with the file itself."""
+
+
+def _primary(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
+def storage_error(path: Path, error: sqlite3.Error, doing: str = "written") -> StorageError:
+    advice = _HELP.get(_primary(error), "look at the file")
+    return StorageError(f"{path}: cannot be {doing}: {error}; what was written stays; {advice}")

@@ -184,10 +184,12 @@ class RunStarted(_Event):
 class RunPaused(_Event):
     """From here the run clock stands still until `RunResumed`."""
 
+    reason: str = ""  # what hinders the run until somebody mends it; empty: an operator said so
+
 
 @message
 class RunResumed(_Event):
-    pass
+    mended: bool = False  # what hindered the run; an operator's pause stays. False: an operator said so
 
 
 @message
@@ -324,12 +326,6 @@ class ModelReady(_Event):
 
 
 @message
-class AggregateFailed(_Event):
-    version: int
-    reason: str
-
-
-@message
 class ModelScored(_Event):
     version: int
     metrics: Mapping[str, float | None]  # None: the number was not finite
@@ -359,7 +355,6 @@ Event = (
     | UpdateArrived
     | UpdateRejected
     | ModelReady
-    | AggregateFailed
     | ModelScored
     | TimerFired
 )

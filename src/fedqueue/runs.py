@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from fedqueue import __version__
 from fedqueue.config import Config, import_modules
-from fedqueue.errors import ReplayError, RunFolderError, StorageError
+from fedqueue.errors import ReplayError, RunFolderError, StorageError, what_to_do
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.plan import FacilityProfile, FailurePolicy, Plan
 from fedqueue.strategies import STRATEGIES, Strategy
@@ -73,8 +73,9 @@ def write_json(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then run again") from None
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
 
 def describe(config: Config, plan: Plan, *, seed: int, driver: str) -> dict[str, Any]:

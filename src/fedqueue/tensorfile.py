@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +19,7 @@ from typing import BinaryIO, Final, Self
 
 import numpy as np
 
-from fedqueue.errors import StorageError
+from fedqueue.errors import StorageError, what_to_do
 from fedqueue.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
 from fedqueue.tensorheader import (
     CODES,
@@ -25,11 +27,13 @@ from fedqueue.tensorheader import (
     NUMBERS,
     REAL,
     Buffer,
+    ChangedFileError,
     Entry,
     Header,
     Kind,
     Number,
     TensorFileError,
+    UnreadableFileError,
     encode_header,
     fill,
     opened,
@@ -39,11 +43,13 @@ from fedqueue.tensorheader import (
 from fedqueue.weigh import model_factors, statistic_factors
 
 __all__ = [
+    "ChangedFileError",
     "Description",
     "FileContribution",
     "Header",
     "Kind",
     "TensorFileError",
+    "UnreadableFileError",
     "aggregate",
     "check",
     "describe",
@@ -51,18 +57,25 @@ __all__ = [
     "not_finite",
     "read_header",
     "select",
+    "verify",
     "write",
 ]
 
 CHUNK_VALUES = 1 << 18
 """Values summed at a time: 1 MiB of float32."""
 CHUNK_BYTES: Final = 1 << 20
+FOLLOW_BYTES: Final = 4 << 20
+"""How far behind a reader its file's digest is made."""
 
 OTHER_BYTES: Final = "its sha256 is"
 """Begins the reason for refusing a file that is not the one that was meant."""
 
 _LARGEST: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 """The largest number of a type."""
+
+
+Expected = Callable[[Path], str | None]
+"""The sha256 that a file must have; None: there is no need to look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +180,14 @@ def _pass_over(path: Path, file: int, entries: Sequence[Entry], like: Mapping[st
     return digest.hexdigest(), reason
 
 
+def verify(path: Path, sha256: str) -> None:
+    """Raises a `ChangedFileError` unless these are the bytes that were meant."""
+    with opened(path) as file:
+        digest, _ = _pass_over(path, file, [], {})
+    if digest != sha256:
+        raise ChangedFileError(path)
+
+
 def _count_not_finite(piece: Buffer, number: Number, scratch: Buffer) -> int:
     """How many values in these bytes are NaN or infinite."""
     if not number.bits or not len(piece):
@@ -188,14 +209,20 @@ def _first(names: Sequence[str]) -> str:
 
 
 def aggregate(
-    current: Path, contributions: Sequence[FileContribution], rule: str, out: Path, *, from_first: bool = False
+    current: Path,
+    contributions: Sequence[FileContribution],
+    rule: str,
+    out: Path,
+    *,
+    from_first: bool = False,
+    sha256: Expected = lambda path: None,
 ) -> str:
     """Writes the next model to `out`, whole or not at all, and returns its sha256.
 
     `contributions` are ordered oldest to newest and have passed `check`. What becomes of a tensor depends on its role
     (`roles`), and the arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the
     current model's type and are summed in single precision (double for float64). `from_first`: the current model is the
-    first of its run.
+    first of its run. A file that has not the `sha256` it must have is a `ChangedFileError`, and nothing is written.
     """
     # A base that is the current model joins its term; several updates from one base share one pass over it.
     now = ("current",)
@@ -210,12 +237,13 @@ def aggregate(
     deltas = model_factors(now, shares, rule)
     means = statistic_factors(now, [(weight, key) for weight, key, _ in shares], rule, from_first=from_first)
     with ExitStack() as stack:
-        like = _Source.open(stack, current)
+        like = _Source.open(stack, current, sha256=sha256)
         sources: dict[Hashable, _Source] = {now: like}
         for key in (*deltas, *means, *([shares[-1][1]] if shares else [])):
             if key not in sources:
-                sources[key] = _Source.open(stack, paths[key], like)
+                sources[key] = _Source.open(stack, paths[key], like, sha256)
         newest = sources[shares[-1][1]] if shares else like
+        stack.enter_context(_unchanged(sources.values()))
         role_of = roles(like.header, current)
         entries = list(like.header.entries.values())
         target = stack.enter_context(_Target.create(out))
@@ -230,7 +258,20 @@ def aggregate(
             else:
                 factors = means if role == STATISTIC else deltas
                 summing.add_up(entry, [(sources[key], f) for key, f in factors.items()], within=role == STATISTIC)
+        for source in sources.values():
+            source.must_be_unchanged()
         return target.finish()
+
+
+@contextmanager
+def _unchanged(sources: Iterable[_Source]) -> Iterator[None]:
+    """That a file is not what it was says more than what was odd about its content."""
+    try:
+        yield
+    except TensorFileError:
+        for source in sources:
+            source.must_be_unchanged()
+        raise
 
 
 def roles(header: Header, path: Path, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -279,21 +320,96 @@ def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, s
         return target.finish()
 
 
+class _Digest:
+    """The sha256 of a file that somebody reads, made in a thread beside that reads the same bytes once more.
+
+    It follows the reader and so finds them in the page cache: a file larger than memory is still read from its disk
+    once. What the reader leaves out is read at the end.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path, self._file = path, file
+        self._digest = hashlib.sha256()
+        self._said = 0  # how far the thread may go, in bytes
+        self._ways: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._failure: TensorFileError | None = None
+        self._thread = threading.Thread(target=self._follow, name="digest", daemon=True)
+        self._thread.start()
+
+    def was_read(self, end: int) -> None:
+        """The reader has come so far."""
+        if end >= self._said + FOLLOW_BYTES:
+            self._said = end
+            self._ways.put(end)
+
+    def stop(self) -> None:
+        self._ways.put(None)
+        self._thread.join()
+
+    def finish(self) -> str:
+        """The sha256 of the whole file."""
+        self._ways.put(os.fstat(self._file).st_size)
+        self.stop()
+        if self._failure is not None:
+            raise self._failure
+        return self._digest.hexdigest()
+
+    def _follow(self) -> None:
+        buffer, place = np.empty(CHUNK_BYTES, np.uint8), 0
+        while (end := self._ways.get()) is not None:
+            while place < end and self._failure is None:
+                piece = buffer[: min(CHUNK_BYTES, end - place)]
+                try:
+                    fill(self._path, self._file, piece, place)
+                except TensorFileError as error:
+                    self._failure = error
+                self._digest.update(piece.data)
+                place += len(piece)
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     path: Path
     file: int
     header: Header
+    digest: _Digest | None = None
+    sha256: str = ""  # that it must have, if it has a digest
 
     @classmethod
-    def open(cls, stack: ExitStack, path: Path, like: Self | None = None) -> Self:
+    def open(
+        cls,
+        stack: ExitStack,
+        path: Path,
+        like: Self | None = None,
+        sha256: Expected = lambda path: None,
+    ) -> Self:
         """`stack` closes it. It must have the tensors of `like`."""
+        wanted = sha256(path)
         file = stack.enter_context(opened(path))
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        header = parse_header(path, file, HEADER_LIMIT)
-        if like is not None and (reason := misfit_of_kinds(header.kinds(), like.header.kinds())):
-            raise TensorFileError(path, reason)
-        return cls(path, file, header)
+        try:
+            header = parse_header(path, file, HEADER_LIMIT)
+            if like is not None and (reason := misfit_of_kinds(header.kinds(), like.header.kinds())):
+                raise TensorFileError(path, reason)
+        except TensorFileError:
+            if wanted is not None:
+                verify(path, wanted)  # that it is another file says more than what is odd about it
+            raise
+        if wanted is None:
+            return cls(path, file, header)
+        digest = _Digest(path, file)
+        stack.callback(digest.stop)  # before the file is closed
+        return cls(path, file, header, digest, wanted)
+
+    def read(self, buffer: Buffer, place: int) -> None:
+        """Fill the buffer from byte `place` on."""
+        fill(self.path, self.file, buffer, place)
+        if self.digest is not None:
+            self.digest.was_read(place + buffer.nbytes)
+
+    def must_be_unchanged(self) -> None:
+        if self.digest is not None and self.digest.finish() != self.sha256:
+            raise ChangedFileError(self.path)
 
 
 class _Target:
@@ -311,7 +427,7 @@ class _Target:
             with beside.open("wb", buffering=CHUNK_BYTES) as file:
                 yield cls(path, beside, file)
         except OSError as error:
-            raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then run again") from None
+            raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
         finally:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
@@ -340,7 +456,7 @@ class _Summing:
     def copy(self, source: _Source, entry: Entry) -> None:
         for place in range(entry.begin, entry.end, CHUNK_BYTES):
             piece = self._raw[: min(CHUNK_BYTES, entry.end - place)]
-            fill(source.path, source.file, piece, place)
+            source.read(piece, place)
             self._target.put(piece.data)
 
     def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]], *, within: bool = False) -> None:
@@ -358,7 +474,7 @@ class _Summing:
                     place = source.header.entries[entry.name]
                     size = place.number.size // parts
                     raw = self._raw[: length * size]
-                    fill(source.path, source.file, raw, place.begin + start * size)
+                    source.read(raw, place.begin + start * size)
                     values = _widened(raw, place.code, share)
                     if within:
                         least = values.copy() if number == 0 else np.where(values < least, values, least)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedqueue.errors import FedQueueError
+from fedqueue.errors import FedQueueError, what_to_do
 
 HEADER_LIMIT: Final = 64 << 20
 """Bytes of header that are read at most; large models have a few MiB."""
@@ -65,7 +65,22 @@ class TensorFileError(FedQueueError):
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
+        self.path = path
         self.reason = reason
+
+
+class UnreadableFileError(TensorFileError):
+    """The file is not there or cannot be read now: nothing is known of its content."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(path, f"cannot be read: {error.strerror}: {what_to_do(error)}")
+
+
+class ChangedFileError(TensorFileError):
+    """The bytes are not those that the sha256 in the file's name was made of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "has changed on its disk: put the right file back; its name is its sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +219,7 @@ def opened(path: Path) -> Iterator[int]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise TensorFileError(path, f"cannot be read: {error.strerror}") from None
+        raise UnreadableFileError(path, error) from None
     try:
         yield file
     finally:
@@ -224,7 +239,7 @@ def fill(path: Path, file: int, buffer: Buffer, place: int) -> None:
         try:
             count = os.preadv(file, [view], place)
         except OSError as error:
-            raise TensorFileError(path, f"cannot be read: {error.strerror}") from None
+            raise UnreadableFileError(path, error) from None
         if count == 0:
             raise TensorFileError(path, "became shorter while it was read")
         view, place = view[count:], place + count

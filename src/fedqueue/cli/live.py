@@ -73,7 +73,7 @@ class Screen:
         self._score: float | None = None
         self._aggregated = 0
         self._ended: str | None = None
-        self._paused = False
+        self._held: set[bool] = set()  # True: by a fault, False: by an operator
         self._lock = threading.Lock()
         self._out = console(stderr=True)
         self.fancy = self._out.is_terminal and not quiet
@@ -135,10 +135,10 @@ class Screen:
             case CoordinatorResumed():
                 for line in self._lines.values():
                     line.since = time.monotonic()
-            case RunPaused():
-                self._paused = True
-            case RunResumed():
-                self._paused = False
+            case RunPaused(reason=reason):
+                self._held.add(bool(reason))
+            case RunResumed(mended=mended):
+                self._held.discard(mended)
             case ModelReady(version=version):
                 self._model = version
             case ModelScored(metrics=metrics):
@@ -151,7 +151,7 @@ class Screen:
         score = "" if self._score is None else f"   score {100 * self._score:.1f} %"
         over = "" if self._ended is None else f"   over: {self._ended}"
         counts = f"model {self._model}   {self._aggregated} {'update' if self._aggregated == 1 else 'updates'}"
-        going = 0.0 if self._ended is not None or self._paused or not self._at else time.monotonic() - self._seen
+        going = 0.0 if self._ended is not None or self._held or not self._at else time.monotonic() - self._seen
         return f"{run.strategy}  {self._at + going:7.1f} s of {limit}   {counts}{score}{over}"
 
     def __rich__(self) -> RenderableType:
@@ -172,10 +172,11 @@ def news(event: Event, commands: Sequence[Command]) -> Iterator[str]:
     match event:
         case RunStarted():
             yield "the run begins"
-        case RunPaused():
-            yield "paused"
-        case RunResumed():
-            yield "goes on after the pause"
+        case RunPaused(reason=reason):
+            again = "it is tried again by itself, and at once by `fedqueue resume`"
+            yield f"paused: {reason}; {again}" if reason else "paused"
+        case RunResumed(mended=mended):
+            yield "goes on: what was wrong is mended" if mended else "goes on after the pause"
         case FacilityDrained(facility=name):
             yield f"{name} is drained: it gets no new job"
         case JobFailed(job_id=job, reason=reason):

@@ -132,8 +132,9 @@ def _client(folder: Path, patience: Patience) -> Client:
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
-        ask(args.folder, "POST", f"/v1/run/{word}")
-        print({"pause": "paused", "resume": "goes on", "stop": "told to stop"}[word])
+        answer = ask(args.folder, "POST", f"/v1/run/{word}")
+        said = {"pause": "paused", "resume": "goes on", "stop": "told to stop"}[word]
+        print(f"tries again now; {answer['hindrance']}" if word == "resume" and answer.get("hindrance") else said)
         return 0
 
     return act

@@ -1,6 +1,8 @@
-"""Feed the events of a run into a fresh strategy and check that it wants the same again.
+"""Feed the events of a run into a fresh strategy and check that it wants the same again; check the models too.
 
-Exact on the same build. A difference is reported with the event and both commands, and the exit is not zero.
+Exact on the same build. A difference is reported with the event and both commands, and the exit is not zero. So is an
+update that is on record as part of a model that does not exist, and a model of a real run whose file is not there or
+is not what it was.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from fedqueue.runs import replay
 
-HELP = "check that a ledger's events bring the same commands again"
+HELP = "check that a ledger's events bring the same commands again, and its models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from fedqueue.models import check_models
+
+    files = check_models(args.folder)
     count = replay(args.folder)
-    print(f"{args.folder}: {count} events replayed, every command the same")
+    models = f"; model files checked: {files}" if files else ""
+    print(f"{args.folder}: {count} events replayed, every command the same{models}")
     return 0

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.errors import StorageError
+from fedqueue.errors import StorageError, what_to_do
 from fedqueue.runtime.failpoints import failpoint
 
 FILE: Final = "access.json"
@@ -39,7 +39,7 @@ def write_secret(path: Path, text: str) -> None:
         failpoint("secret.whole")
         beside.replace(path)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then run again") from None
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
 
 def digest(secret: str) -> str:

@@ -35,6 +35,7 @@ from fedqueue.runtime.reports import Foreseen, Handin, Poll, Scored, Started, on
 from fedqueue.runtime.schema import BIGGEST, LONGEST, openapi
 from fedqueue.runtime.status import status
 from fedqueue.settings import read
+from fedqueue.tensorfile import TensorFileError, UnreadableFileError
 
 T = TypeVar("T")
 
@@ -209,12 +210,18 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known
 
 
 async def _model(api: Api, call: Call) -> Response:
-    path, digest = await api.ask(lambda: api.desk.model(call.path["version"]))
-    headers = call.request.headers
+    version, headers = call.path["version"], call.request.headers
+    path, digest = await api.ask(lambda: api.desk.model(version))
+    sha256 = None if api.coordinator.store.is_untouched(path) else digest
+
+    def failed(error: TensorFileError) -> None:
+        api.coordinator.ask(lambda: api.desk.cannot_send(version, error))
+
     try:
-        return send_file(path, headers.get("range"), digest, headers.get("if-range"))
-    except FileNotFoundError:  # no longer needed since a moment ago
-        raise Refused(404, f"there is no model {call.path['version']} any longer") from None
+        return send_file(path, headers.get("range"), digest, headers.get("if-range"), sha256, failed)
+    except OSError as error:
+        found = UnreadableFileError(path, error)
+        raise await api.ask(lambda: api.desk.cannot_send(version, found)) from None
 
 
 async def _offset(api: Api, call: Call) -> dict[str, Any]:
@@ -260,7 +267,7 @@ async def _steer(api: Api, call: Call) -> dict[str, Any]:
     if word not in act:
         raise Refused(404, f"a run can be told {', '.join(act)}, not {word!r}")
     await api.ask(act[word])
-    return {"done": word}
+    return {"done": word, "hindrance": api.coordinator.books.hindrance}
 
 
 async def _facility(api: Api, call: Call) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -24,6 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from fedqueue.errors import FedQueueError
+from fedqueue.tensorfile import ChangedFileError, TensorFileError, UnreadableFileError
 
 WRITE_BYTES: Final = 1 << 20
 """Gathered from a connection before they are written."""
@@ -159,22 +161,33 @@ def _failure(error: OSError) -> BlobError:
     return BlobError(f"cannot be written: {error.strerror}")
 
 
-def send_file(path: Path, range_header: str | None, etag: str, if_range: str | None = None) -> Response:
+def send_file(
+    path: Path,
+    range_header: str | None,
+    etag: str,
+    if_range: str | None = None,
+    sha256: str | None = None,
+    failed: Callable[[TensorFileError], None] = lambda error: None,
+) -> Response:
     """The file, or the one byte range asked for (206, or 416 when there is no such range).
 
-    `etag` is bare, without quotes. A range with an `if_range` of another file is answered with the whole file.
+    `etag` is bare, without quotes. A range with an `if_range` of another file is answered with the whole file. If the
+    file cannot be opened now, the `OSError` is raised; `failed` is told of what is found wrong while it is sent. With a
+    `sha256` a file that has another is never sent to its end. Of a range it is not known: whoever has all ranges looks.
     """
-    size = path.stat().st_size
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
     headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
     if if_range is not None and if_range != f'"{etag}"':
         range_header = None
     found = _parse_range(range_header, size)
     if found is None:
-        return _Stream(path, 0, size, 200, headers)
+        return _Stream(_read(path, 0, size, sha256, failed), size, 200, headers)
     begin, end = found
     if begin >= end:
         return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
-    return _Stream(path, begin, end, 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{size}"})
+    headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+    return _Stream(_read(path, begin, end, None, failed), end - begin, 206, headers)
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
@@ -193,9 +206,9 @@ def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 class _Stream(StreamingResponse):
     """A part of a file, read in threads, the next piece while one is sent."""
 
-    def __init__(self, path: Path, begin: int, end: int, status: int, headers: dict[str, str]) -> None:
-        headers |= {"Content-Length": str(end - begin)}
-        super().__init__(_read(path, begin, end), status, headers, media_type="application/octet-stream")
+    def __init__(self, pieces: AsyncIterator[bytes], size: int, status: int, headers: dict[str, str]) -> None:
+        headers |= {"Content-Length": str(size)}
+        super().__init__(pieces, status, headers, media_type="application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
@@ -205,20 +218,44 @@ class _Stream(StreamingResponse):
         await super().__call__(scope, receive, send)
 
 
-async def _read(path: Path, begin: int, end: int) -> AsyncIterator[bytes]:
+async def _read(
+    path: Path, begin: int, end: int, sha256: str | None, failed: Callable[[TensorFileError], None]
+) -> AsyncIterator[bytes]:
+    digest = hashlib.sha256() if sha256 is not None else None
+    try:
+        async for data in _pieces(path, begin, end, digest):
+            begin += len(data)
+            if begin == end and digest is not None and digest.hexdigest() != sha256:
+                raise ChangedFileError(path)
+            yield data
+    except OSError as error:
+        failed(UnreadableFileError(path, error))
+        raise BlobError(f"{path}: cannot be read: {error.strerror}") from None
+    except TensorFileError as error:
+        failed(error)
+        raise BlobError(str(error)) from None
+
+
+async def _pieces(path: Path, begin: int, end: int, digest: hashlib._Hash | None) -> AsyncIterator[bytes]:
+    def piece(begin: int) -> bytes:
+        data = os.pread(file, min(READ_BYTES, end - begin), begin)
+        if digest is not None:
+            digest.update(data)
+        return data
+
     loop = asyncio.get_running_loop()
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     coming: asyncio.Future[bytes] | None = None
     try:
         os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_SEQUENTIAL)
         while begin < end:
-            coming = coming or loop.run_in_executor(None, os.pread, file, min(READ_BYTES, end - begin), begin)
+            coming = coming or loop.run_in_executor(None, piece, begin)
             data, coming = await coming, None
             if not data:
-                raise BlobError(f"{path}: became shorter while it was sent")
+                raise ChangedFileError(path)
             begin += len(data)
             if begin < end:
-                coming = loop.run_in_executor(None, os.pread, file, min(READ_BYTES, end - begin), begin)
+                coming = loop.run_in_executor(None, piece, begin)
             yield data
     finally:
         if coming is not None:

@@ -12,7 +12,6 @@ from typing import Literal
 
 from fedqueue.messages import (
     Aggregate,
-    AggregateFailed,
     Assignment,
     AssignWork,
     CancelJob,
@@ -112,13 +111,13 @@ class Books:
         self.at = 0.0  # run clock of the newest event
         self.events = 0
         self.started = False
-        self.paused = False
+        self.paused = False  # an operator said so
+        self.hindrance = ""  # what keeps the run from going on until somebody mends it
         self.stopped: str | None = None
         self.resumed = 0  # how often a coordinator went on with the run
         self.models: dict[int, str] = {}  # version -> digest
         self.newest = 0  # version
         self.making: dict[int, Aggregate] = {}  # asked for and not made, by version
-        self.failed: set[int] = set()  # of these, asked for in vain until the strategy asks again
         self.updates: dict[UpdateKey, Receipt] = {}  # arrived, and not yet part of a model or settled otherwise
         self.verdicts: dict[UpdateKey, str | None] = {}  # of all handed in: why it was rejected; None: it was taken
         self.scored: set[int] = set()
@@ -131,6 +130,11 @@ class Books:
         self._happened(event)
         for command in commands:
             self._wanted(command)
+
+    @property
+    def held(self) -> bool:
+        """Whether the run clock stands still and nobody gets new work."""
+        return self.paused or bool(self.hindrance)
 
     def due(self) -> tuple[float, str] | None:
         """The timer that fires first."""
@@ -170,10 +174,16 @@ class Books:
         match event:
             case RunStarted():
                 self.started = True
-            case RunPaused():
-                self.paused = True
-            case RunResumed():
-                self.paused = False
+            case RunPaused(reason=reason):
+                if reason:
+                    self.hindrance = reason
+                else:
+                    self.paused = True
+            case RunResumed(mended=mended):
+                if mended:
+                    self.hindrance = ""
+                else:
+                    self.paused = False
             case CoordinatorResumed():
                 self.resumed += 1
             case TimerFired(key=key):
@@ -223,8 +233,6 @@ class Books:
                     self.verdicts[receipt.job_id, receipt.attempt] = None
             case ModelReady(version=version, digest=digest):
                 self._model_ready(version, digest)
-            case AggregateFailed(version=version):
-                self.failed.add(version)
             case ModelScored(version=version):
                 self.scored.add(version)
 
@@ -253,7 +261,6 @@ class Books:
                 self._timers.append((at, self._ticket, key))
             case Aggregate(to_version=version):
                 self.making[version] = command
-                self.failed.discard(version)
             case Record(kind="fate", facts=facts):
                 if facts["fate"] != "aggregated":  # otherwise the model to be made needs it
                     self.updates.pop((str(facts["job"]), int(facts["attempt"] or 0)), None)
@@ -265,6 +272,7 @@ class Books:
                 self.facilities[str(facts["facility"])].held_back = None
             case StopRun(reason=reason):
                 self.stopped = reason
+                self.making.clear()  # what is not made now never will be
 
     def _model_ready(self, version: int, digest: str) -> None:
         self.models[version] = digest

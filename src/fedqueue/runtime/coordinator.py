@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,7 +25,6 @@ from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.messages import (
     Aggregate,
-    AggregateFailed,
     AssignWork,
     CancelJob,
     CoordinatorResumed,
@@ -53,8 +52,9 @@ from fedqueue.runs import rebuild_strategy
 from fedqueue.runtime.books import Books
 from fedqueue.runtime.clock import RunClock
 from fedqueue.runtime.failpoints import failpoint
+from fedqueue.runtime.hindrance import Patience, reason
 from fedqueue.runtime.reports import Trouble
-from fedqueue.runtime.store import Store, when_there_is_room
+from fedqueue.runtime.store import Store
 from fedqueue.strategies import Strategy
 from fedqueue.wire import encode, parse
 
@@ -136,8 +136,12 @@ class Coordinator:
         self._beat = 0.0  # monotonic, of the newest heartbeat; 0: there was none yet
         self._closing = False
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="maker")  # models, one after the other
-        self._in_hand: int | None = None  # the version being made
+        self._at_work = False  # the maker is
+        self._patience = Patience()  # with what hinders the run
+        self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
+        self._said = ""  # of this, when the run is over
         self._scoring: set[int] = set()
+        self._score_again: set[int] = set()  # of these, those whose files are waited for
         self._open(told=told)
         self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
         self._over_since: float | None = None  # monotonic
@@ -188,7 +192,7 @@ class Coordinator:
         watched: list[Listener] = [self.books, self.tally, self._write, *self._listeners]
         self._engine = Engine(self.strategy, self, watched)
         if self.books.events and self.books.stopped is None:
-            if not self.books.paused:
+            if not self.books.held:
                 self.clock.start()
             self.tell(CoordinatorResumed(at=clock_at, down_seconds=self._down_seconds))
         elif self.books.stopped is None:
@@ -203,6 +207,11 @@ class Coordinator:
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until the run is over and everybody who should know knows, or `until` says so."""
+        if self.books.hindrance and self.books.stopped is None:
+            self.say(f"still paused: {self.books.hindrance}")
+            if not self.books.making:
+                self._suspects[self.books.models[self.books.newest]] = "the run cannot go on"
+            self._patience.try_now()
         self._pump()
         for version in sorted(set(self.books.models) - self.books.scored):
             self._score(version)
@@ -252,6 +261,8 @@ class Coordinator:
             except StorageError as error:
                 answer.set_exception(Refused(507, str(error)))
                 raise
+            except OSError as error:
+                answer.set_exception(Refused(507, f"the coordinator's disk: {self._reason(error)}"))
             except Exception as error:
                 answer.set_exception(error)
 
@@ -271,6 +282,8 @@ class Coordinator:
         self._fire_timers()
         if act is not None:
             act()
+        if self._patience.is_over:
+            self._pump()
         if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
             if self._beat:
                 self._forgive(time.monotonic() - self._beat - HEARTBEAT_SECONDS)
@@ -330,7 +343,7 @@ class Coordinator:
 
     def _finished(self) -> bool:
         """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
-        if self.books.stopped is None or self._scoring or self._in_hand is not None:
+        if self.books.stopped is None or self._scoring or self._at_work:
             return False
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard  # or since this coordinator started
@@ -350,7 +363,8 @@ class Coordinator:
             there = [other for other, p in self.presence.items() if p.ever]
             if len(there) >= (self.config.server.wait_for or len(self.names)):
                 self.tell(RunStarted(at=self.now))
-                self.clock.start()
+                if not self.books.held:
+                    self.clock.start()
                 for other in self.names:
                     if other not in there:
                         self.tell(FacilityLeft(at=self.now, facility=other))
@@ -388,8 +402,12 @@ class Coordinator:
     def resume(self) -> None:
         self._must_run()
         if self.books.paused:
-            self.clock.start()
+            if not self.books.hindrance:
+                self.clock.start()
             self.tell(RunResumed(at=self.now))
+        if self.books.hindrance:
+            self._patience.try_now()
+            self._pump()
 
     def stop(self) -> None:
         """End the run; a model that is being made is waited for."""
@@ -446,52 +464,123 @@ class Coordinator:
     # Models ---------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Begin with the next model that can be made."""
-        if self._in_hand is not None or self._closing:
+        """Begin with the next model that can be made, and look again at files that could not be used."""
+        if self._at_work or self._closing or self._patience.waits:
             return
-        for version in sorted(self.books.making):
-            command = self.books.making[version]
-            if version not in self.books.failed and command.from_version in self.books.models:
-                self._in_hand = version
-                contributions = [
-                    tensorfile.FileContribution(
-                        weight=share.weight,
-                        trained=self.store.path(receipt.digest),
-                        base=self.store.path(self.books.models[receipt.base_version]),
-                        base_key=self.books.models[receipt.base_version],
-                    )
-                    for share in command.weights
-                    for receipt in [self.books.updates[share.job_id, share.attempt]]
-                ]
-                current = self.books.models[command.from_version]
-                self._maker.submit(self._make, command, current, contributions)
-                return
-        if not self.books.making:
+        command = self.books.making[min(self.books.making)] if self.books.making else None
+        if command is not None or self._suspects:
+            self._at_work = True
+            self._maker.submit(self._work, command, self._ingredients(command), dict(self._suspects))
+        else:
             self._sweep()
 
-    def _make(self, command: Aggregate, current: str, contributions: list[tensorfile.FileContribution]) -> None:
-        """In the maker's thread: the file of a new version. A full disk is waited for."""
-
-        def write() -> str:
-            scratch = self.store.scratch(f"v{command.to_version}")
-            digest = tensorfile.aggregate(
-                self.store.path(current), contributions, command.rule, scratch, from_first=command.from_version == 0
+    def _ingredients(self, command: Aggregate | None) -> list[tensorfile.FileContribution]:
+        return [
+            tensorfile.FileContribution(
+                weight=share.weight,
+                trained=self.store.path(receipt.digest),
+                base=self.store.path(self.books.models[receipt.base_version]),
+                base_key=self.books.models[receipt.base_version],
             )
-            self.store.keep(scratch, digest)
-            return digest
+            for share in (command.weights if command is not None else ())
+            for receipt in [self.books.updates[share.job_id, share.attempt]]
+        ]
 
+    def _work(
+        self,
+        command: Aggregate | None,
+        contributions: list[tensorfile.FileContribution],
+        suspects: Mapping[str, str],
+    ) -> None:
+        """In the maker's thread: the file of a new version, once all that was in the way is well."""
+        made, doing = "", ""
         try:
-            digest = when_there_is_room(write, self.say, lambda: self._closing) if contributions else current
-            self.ask(lambda: self._made(ModelReady(at=self.now, version=command.to_version, digest=digest)))
+            for digest, doing in suspects.items():  # noqa: B007  # what it was at is told below
+                self.store.verify(digest)
+            if command is not None:
+                doing = f"model {command.to_version} cannot be made"
+                made = self._make(command, contributions)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self.ask(lambda: self._made(AggregateFailed(at=self.now, version=command.to_version, reason=reason)))
+            failure = error  # which Python forgets at the end of this block
+            self.ask(lambda: self._failed(doing, failure))
+        else:
+            self.ask(lambda: self._worked(command, made, suspects))
 
-    def _made(self, event: ModelReady | AggregateFailed) -> None:
-        self._in_hand = None
-        self.tell(event)
-        if isinstance(event, ModelReady):
-            self._score(event.version)
+    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> str:
+        current = self.books.models[command.from_version]
+        if not contributions:
+            return current
+        scratch = self.store.scratch(f"v{command.to_version}")
+        with self.store.checking() as expected:
+            digest = tensorfile.aggregate(
+                self.store.path(current),
+                contributions,
+                command.rule,
+                scratch,
+                from_first=command.from_version == 0,
+                sha256=expected,
+            )
+        self.store.keep(scratch, digest)
+        return digest
+
+    def _worked(self, command: Aggregate | None, digest: str, looked_at: Mapping[str, str]) -> None:
+        self._at_work = False
+        for suspect in looked_at:
+            self._suspects.pop(suspect, None)
+        self._patience.done()
+        if command is not None and self.books.stopped is None:  # otherwise nobody waits for it any more
+            self.tell(ModelReady(at=self.now, version=command.to_version, digest=digest))
+            self._score(command.to_version)
+        if not self._suspects:
+            self._mended()
+        self._pump()
+
+    # Faults that somebody must mend ---------------------------------------------------------------------
+
+    def _failed(self, doing: str, error: Exception) -> None:
+        self._at_work = False
+        self._hinder(f"{doing}: {self._reason(error)}")
+
+    def _hinder(self, why: str) -> None:
+        """The run stands still, with its reason on record, and is tried again by itself."""
+        self._patience.in_vain()
+        if self.books.stopped is not None:
+            if why != self._said:
+                self.say(why)
+            self._said = why
+        elif why != self.books.hindrance:
+            self.tell(RunPaused(at=self.now, reason=why))
+            self.clock.stop()
+
+    def _mended(self) -> None:
+        if self.books.hindrance and self.books.stopped is None:
+            if self.books.started and not self.books.paused:
+                self.clock.start()
+            self.tell(RunResumed(at=self.now, mended=True))
+        for version in sorted(self._score_again):
+            self._score_again.discard(version)
+            self._score(version)
+
+    def cannot_use(self, digest: str, doing: str, error: Exception) -> Refused:
+        """A file of ours is not as it should be; what to answer who needs it."""
+        why = f"{doing}: {self._reason(error)}"
+        self._suspects[digest] = doing
+        if not self._patience.waits:
+            self._hinder(why)
+        return Refused(503, why)
+
+    def suspects(self, digest: str) -> bool:
+        """Whether this file could not be used, and is not known to be well again."""
+        return digest in self._suspects
+
+    def counts_on(self, digest: str) -> bool:
+        """Whether the file of this model must be there."""
+        return digest == self.books.models[self.books.newest] or self.store.counts_on(digest)
+
+    def _reason(self, error: Exception) -> str:
+        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.books.updates.values()}
+        names |= {digest: f"model {version}" for version, digest in self.books.models.items()}
+        return reason(error, self.folder, names)
 
     def _sweep(self) -> None:
         books = self.books
@@ -508,9 +597,15 @@ class Coordinator:
     def _score(self, version: int) -> None:
         where = self.config.evaluation.where
         path = self.store.path(self.books.models[version])
-        if where == "coordinator" and not isinstance(self._scorer, NoScorer) and path.exists():
+        must_be_there = self.counts_on(path.stem)
+        if where == "coordinator" and not isinstance(self._scorer, NoScorer) and must_be_there:
             self._scoring.add(version)
             self._scorer.score(version, path)
+
+    def not_scored(self, version: int, error: Exception) -> None:
+        """Its file cannot be used now; it is scored when that is mended."""
+        self._score_again.add(version)
+        self.cannot_use(self.books.models[version], f"model {version} cannot be scored", error)
 
     def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
         """A score came, or None: there will be none."""

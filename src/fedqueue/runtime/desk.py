@@ -118,7 +118,7 @@ class Desk:
             book.told = book.posted
         return {
             "received": received,
-            "orders": [] if stopped or books.paused else [self._order(job) for job in orders],
+            "orders": [] if stopped or books.held else [self._order(job) for job in orders],
             "cancel": sorted({*asked.open, *unknown} - (set() if stopped else set(book.jobs))),
             "standing": self._standing(book.posted, standing) if standing is not None and not stopped else None,
             "evaluate": evaluation,
@@ -164,21 +164,39 @@ class Desk:
     # Models and updates ---------------------------------------------------------------------------------
 
     def model(self, version: int) -> tuple[Path, str]:
-        digest = self._coordinator.books.models.get(version)
-        path = self._coordinator.store.path(digest) if digest is not None else None
-        if digest is None or path is None or not path.exists():
+        coordinator = self._coordinator
+        digest = coordinator.books.models.get(version)
+        if digest is None or not coordinator.counts_on(digest):
             raise Refused(404, f"there is no model {version}, or no longer")
-        return path, digest
+        if coordinator.suspects(digest):
+            raise Refused(503, f"model {version} cannot be sent now: {coordinator.books.hindrance}")
+        return coordinator.store.path(digest), digest
+
+    def cannot_send(self, version: int, error: tensorfile.TensorFileError) -> Refused:
+        return self._cannot_use(version, f"model {version} cannot be sent", error)
+
+    def _cannot_use(self, version: int, doing: str, error: tensorfile.TensorFileError) -> Refused:
+        """The answer when the file of a model failed somebody, unless it was deleted a moment ago."""
+        digest = self._coordinator.books.models[version]
+        if not self._coordinator.counts_on(digest):
+            return Refused(404, f"there is no model {version} any longer")
+        return self._coordinator.cannot_use(digest, doing, error)
 
     def may_upload(self, facility: str, sequence: int, attempt: int, digest: str, size: int) -> Path:
         """Where the bytes of this update go. Only an open job of this facility may bring one."""
         coordinator = self._coordinator
         job = self._open(facility, sequence, attempt)
-        base = coordinator.books.models[job.assignment.base_version if job.assignment else coordinator.books.newest]
-        like = coordinator.store.path(base)
-        if not like.exists():  # the check will say so; here only its size counts
-            like = coordinator.store.path(coordinator.books.models[coordinator.books.newest])
-        most = int(LARGER * like.stat().st_size) + HEADER_ROOM
+        newest = coordinator.books.newest
+        like = job.assignment.base_version if job.assignment is not None else newest
+        if not coordinator.counts_on(coordinator.books.models[like]):  # the check will say so; here its size counts
+            like = newest
+        path = coordinator.store.path(coordinator.books.models[like])
+        try:
+            most = int(LARGER * path.stat().st_size) + HEADER_ROOM
+        except OSError as error:
+            raise self._cannot_use(
+                like, "no update can be taken", tensorfile.UnreadableFileError(path, error)
+            ) from None
         if not 8 <= size <= most:
             raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
         if size > coordinator.store.room():
@@ -230,7 +248,16 @@ class Desk:
             coordinator.ask(lambda: self._to_check(facility, sequence, attempt, digest, handin))
         )
         loop = asyncio.get_running_loop()
-        reason = await loop.run_in_executor(self._checker, _why_not, upload, like, digest)
+        try:
+            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, digest)
+        except tensorfile.TensorFileError as error:
+            failure = error
+            if failure.path == upload:
+                raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
+            doing = f"the update of {key[0]} cannot be taken"
+            raise await asyncio.wrap_future(
+                coordinator.ask(lambda: self._cannot_use(handin.base_version, doing, failure))
+            ) from None
         return await asyncio.wrap_future(
             coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
         )
@@ -253,7 +280,7 @@ class Desk:
         if not upload.exists() and not coordinator.store.path(digest).exists():
             raise Refused(409, "its bytes are not here", offset=0)
         base = coordinator.books.models.get(handin.base_version)
-        like = coordinator.store.path(base) if base is not None else None
+        like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
         return (upload if upload.exists() else coordinator.store.path(digest)), like
 
     def _settle(
@@ -299,13 +326,21 @@ class Desk:
 
 
 def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
-    """In a checker's thread: one pass over the file. What is found good is on the disk then."""
-    if like is None or not like.exists():
+    """In a checker's thread: one pass over the file. What is found good is on the disk then. What is wrong with our own
+    disk is no fault of the update: it is raised as a `TensorFileError`."""
+    if like is None:
         return "the model it was trained from is no longer here"
     try:
         reason = tensorfile.check(upload, like, sha256=digest)
         if reason is None:
             sync(upload)
         return reason
+    except OSError as error:
+        raise tensorfile.UnreadableFileError(upload, error) from None
+    except tensorfile.UnreadableFileError:
+        raise
     except tensorfile.TensorFileError as error:
+        if error.path != upload:
+            tensorfile.verify(like, like.stem)
+            raise
         return str(error).replace(str(upload), "the update")

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +16,8 @@ import numpy as np
 
 from fedqueue import tensorfile
 from fedqueue.config import Config, parse
-from fedqueue.errors import ConfigError, RunFolderError, StorageError
-from fedqueue.ledger import FILE, Ledger
+from fedqueue.errors import ConfigError, RunFolderError, StorageError, what_to_do
+from fedqueue.ledger import FILE, Ledger, storage_error
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe, write_json
@@ -74,16 +75,14 @@ def has_ledger(folder: Path) -> bool:
     path = folder / FILE
     if not path.exists():
         return False
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
-        found = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
-        return found is not None
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            found = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+            return found is not None
     except sqlite3.OperationalError as error:
-        raise StorageError(f"{path}: cannot be read: {error}; make room; nothing was lost") from None
+        raise storage_error(path, error, "read") from None
     except sqlite3.DatabaseError as error:
         raise RunFolderError(f"{path}: is not a ledger: {error}; put back the one that was there") from None
-    finally:
-        database.close()
 
 
 def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
@@ -157,5 +156,6 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
         shutil.copyfile(newest, beside)
         beside.replace(folder / FINAL)
     except OSError as error:
-        raise StorageError(f"{folder / FINAL}: cannot be written: {error.strerror}; make room") from None
+        place = error.filename or folder / FINAL
+        raise StorageError(f"{place}: {error.strerror}; {what_to_do(error)}") from None
     return summary

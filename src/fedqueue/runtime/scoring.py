@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue import tensorfile
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.messages import finite_or_none
@@ -68,6 +69,11 @@ class _Scorer:
                     return
             version, model = asked
             metrics = None
+            try:
+                self._coordinator.store.verify(model.stem)
+            except tensorfile.TensorFileError as error:
+                self._cannot(version, error)
+                continue
             for _ in range(TRIES):
                 try:
                     metrics = self._way.ask(version, model, self._timeout)
@@ -75,6 +81,9 @@ class _Scorer:
                 except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
                     self._coordinator.say(f"model {version} could not be scored: {error}")
             self._settle(version, metrics)
+
+    def _cannot(self, version: int, error: tensorfile.TensorFileError) -> None:
+        self._coordinator.ask(lambda: self._coordinator.not_scored(version, error))
 
     def _settle(self, version: int, metrics: dict[str, float | None] | None) -> None:
         self._coordinator.ask(lambda: self._coordinator.scored(version, metrics))

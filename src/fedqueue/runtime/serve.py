@@ -1,9 +1,10 @@
-"""A coordinator's whole life: open the run, serve it, and begin again from the ledger when the disk was full."""
+"""A coordinator's whole life: open the run, serve it, and begin again when its ledger could not be written."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +22,14 @@ from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.opening import ensure_ledger, finish
 from fedqueue.runtime.scoring import make_scorer
 from fedqueue.runtime.server import excusing, listen, serving
+from fedqueue.tensorfile import TensorFileError
 
 LOCK: Final = ".coordinator.lock"
 LOCK_TRIES: Final = 10
-ROOM_SECONDS: Final = 2.0
-"""Between two looks whether there is room on the disk again."""
+RETRY_SECONDS: Final = 2.0
+"""Between two looks whether the run's folder can be used again."""
 PROBE_BYTES: Final = 1 << 20
 """That must fit then. Less would be full again at once: a ledger that is closed leaves a little room behind."""
-NO_ROOM: Final = "the coordinator's disk is full or cannot be written; it waits for room, and nothing is lost"
 
 Beside = Callable[[Coordinator, Access, dict[str, Any]], AbstractContextManager[object]]
 """What runs beside a coordinator while it serves at an address."""
@@ -59,8 +60,8 @@ def coordinate(
                     config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say, told=told
                 )
                 told = True
-                if said:
-                    say("there is room again; the run goes on")
+                if said and coordinator.books.stopped is None:
+                    say("there is room again; the run goes on" if "room" in said else "the run goes on")
                     said = ""
                 try:
                     access = Access(folder)
@@ -77,21 +78,22 @@ def coordinate(
                     return summary
                 finally:
                     coordinator.close()
-            except StorageError as error:
+            except (StorageError, TensorFileError, OSError, sqlite3.OperationalError) as error:
                 # What the ledger has is whole. Whatever came after it is asked for again.
                 if until():
                     raise
-                if not said:
-                    said = f"{error}; waiting for room"
-                    say(said)
-                with excusing(config, folder, listener, NO_ROOM, plain=plain):
+                why = f"{error}; {'waiting for room' if 'make room' in str(error) else 'it is tried again by itself'}"
+                if why != said:
+                    say(why)
+                said = why
+                with excusing(config, folder, listener, f"the coordinator's disk: {why}; nothing is lost", plain=plain):
                     _wait_for_room(folder, until)
 
 
 def _wait_for_room(folder: Path, until: Callable[[], bool]) -> None:
     """Until something can be written again, or it is time to leave."""
     while not until():
-        time.sleep(ROOM_SECONDS)
+        time.sleep(RETRY_SECONDS)
         try:
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(PROBE_BYTES))

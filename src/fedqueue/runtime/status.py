@@ -18,7 +18,9 @@ def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
     elif not books.started:
         state = "waiting for facilities"
     else:
-        state = "paused" if books.paused else "running"
+        state = "paused" if books.held else "running"
+        if books.hindrance:
+            state += f": {books.hindrance}" + ("; an operator paused it too" if books.paused else "")
     enrolled = access.enrolled()
     return {
         "run": coordinator.config.run.name,
@@ -99,7 +101,7 @@ def _why_idle(coordinator: Coordinator, name: str, enrolled: set[str]) -> tuple[
         return f"away: not heard of {silent}; jobs that it has may go on", None
     if book.jobs:
         return None, None
-    if books.paused:
+    if books.held:
         return "the run is paused", None
     if book.drained:
         return "drained: it gets no new job until `fedqueue join`", None

@@ -26,7 +26,6 @@ from fedqueue.budget import wall_request
 from fedqueue.messages import (
     WALL_TIME,
     Aggregate,
-    AggregateFailed,
     Assignment,
     AssignWork,
     CancelJob,
@@ -72,8 +71,10 @@ from fedqueue.strategies.roster import Facility, Job
 
 Why = Literal["start", "arrival", "failure", "rejoin"]
 
-AGGREGATE_TRIES = 3
 MOST_STRETCH = 64.0  # of the wall time asked for, after jobs that ran into their limit
+Ingredient = tuple[Update, int, float]
+"""An update on its way into a model, with its staleness and its weight there."""
+
 STRETCH = 1.5  # wall time asked for steps that nothing bounds in time, over what they should take
 
 
@@ -95,11 +96,11 @@ class Strategy:
         predictor = getattr(options, "predictor", "ewma")
         smoothing = getattr(options, "smoothing", 0.5)
         self.facilities = {p.name: Facility(p, predictor, smoothing) for p in plan.facilities}
-        self._paused = False
+        self._paused = False  # an operator said so
+        self._hindered = False  # the driver waits until a fault is mended
         self._ending = False
         self._end_reason = "time is up"
-        self._making: dict[int, Aggregate] = {}
-        self._aggregate_failures = 0
+        self._making: dict[int, list[Ingredient]] = {}  # what each version that is being made is made of
         self._unsettled: dict[tuple[JobId, int], Update] = {}
         self._out: list[Command] = []
 
@@ -149,7 +150,7 @@ class Strategy:
     @property
     def holding(self) -> bool:
         """No new order is given now: the run is paused, about to end, or over."""
-        return self._paused or self._ending or self.stopped is not None
+        return self._paused or self._hindered or self._ending or self.stopped is not None
 
     def free(self) -> list[Facility]:
         """Facilities that may have work and have no job out."""
@@ -212,11 +213,7 @@ class Strategy:
         )
         command = Aggregate(from_version=self.made, to_version=self.made + 1, rule=rule, weights=shares)
         self._out.append(command)
-        self._making[command.to_version] = command
-        for update, weight in weighed:
-            self.settle(
-                update, "aggregated", staleness=update.staleness(self.made), weight=weight, version=self.made + 1
-            )
+        self._making[command.to_version] = [(u, u.staleness(self.made), weight) for u, weight in weighed]
         self.made += 1
 
     def settle(self, update: Update, fate: Fate, **facts: Scalar) -> None:
@@ -232,6 +229,9 @@ class Strategy:
         """End the run; updates that nobody used are after the end."""
         if self.stopped is None:
             self.stopped = reason
+            for version, ingredients in self._making.items():
+                for update, _, _ in ingredients:
+                    self.settle(update, "after_end", reason=f"model {version} was not made before the run ended")
             for update in list(self._unsettled.values()):
                 self.settle(update, "after_end")
             for facility in self.facilities.values():
@@ -249,10 +249,16 @@ class Strategy:
         self.begin()
 
     def _run_paused(self, event: RunPaused) -> None:
-        self._paused = True
+        if event.reason:
+            self._hindered = True
+        else:
+            self._paused = True
 
     def _run_resumed(self, event: RunResumed) -> None:
-        self._paused = False
+        if event.mended:
+            self._hindered = False
+        else:
+            self._paused = False
         for facility in self.free():
             self._offer(facility, "rejoin")
 
@@ -260,10 +266,11 @@ class Strategy:
         self._end("stopped by the operator")
 
     def _end(self, reason: str) -> None:
-        """Give no more work; a model under way is waited for."""
+        """Give no more work; a model under way is waited for, but not one that cannot be made now. (Then the run clock
+        stands still, so it is the operator who ends the run.)"""
         if not self._ending:
             self._ending, self._end_reason = True, reason
-        if not self._making:
+        if not self._making or self._hindered:
             self.stop(self._end_reason)
 
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
@@ -276,8 +283,8 @@ class Strategy:
         if event.version != self.ready + 1 or event.version not in self._making:
             return self._ignore(f"version {event.version} was not waited for")  # it is repeated
         self.ready = event.version
-        del self._making[event.version]
-        self._aggregate_failures = 0
+        for update, staleness, weight in self._making.pop(event.version):
+            self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version)
         if self.plan.rounds is not None and self.ready >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
@@ -286,14 +293,6 @@ class Strategy:
             self.model_ready()
             self._stop_if_nobody_is_left()
         return None
-
-    def _aggregate_failed(self, event: AggregateFailed) -> None:
-        self._aggregate_failures += 1
-        if self._aggregate_failures >= AGGREGATE_TRIES:
-            self.stop(f"model {event.version} could not be made: {event.reason}")
-        else:
-            self.record("retry", version=event.version, reason=event.reason)
-            self.set_timer(f"aggregate/{event.version}", self.now + self.plan.failures.retry_seconds)
 
     def _model_scored(self, event: ModelScored) -> None:
         target = self.plan.stop_at_score
@@ -317,9 +316,6 @@ class Strategy:
                 self._rejoin(facility)
         elif kind == "retry":
             self._offer(self.facilities[rest], "failure")
-        elif kind == "aggregate":
-            if int(rest) in self._making:
-                self._out.append(self._making[int(rest)])
         elif not self._ending:
             self.timer(event.key)
 
@@ -555,7 +551,6 @@ _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     UpdateArrived: Strategy._update_arrived,
     UpdateRejected: Strategy._update_rejected,
     ModelReady: Strategy._model_ready,
-    AggregateFailed: Strategy._aggregate_failed,
     ModelScored: Strategy._model_scored,
     TimerFired: Strategy._timer_fired,
 }
