@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -128,6 +129,44 @@ def test_replay_finds_a_model_that_is_gone_or_has_changed(config: Path, capsys: 
     assert "put it back" in capsys.readouterr().err
     path.write_bytes(right)
     assert main(["replay", str(folder)]) == 0
+
+
+def test_the_best_model_is_kept_and_can_be_fetched(config: Path, capsys: Any) -> None:
+    scores = 'case $FEDQUEUE_VERSION in 0) s=0.9;; 1) s=NaN;; 2) s=0.5;; *) s=0.6;; esac; echo {\\"score\\": $s}'
+    summary, folder = run(config, f"evaluation.command='{scores}'")
+    assert summary["models"]["newest"] == {"version": 3, "score": 0.6, "file": str(folder / "model.safetensors")}
+    assert summary["models"]["best"] == {"version": 0, "score": 0.9, "file": str(folder / "best.safetensors")}
+    best = load_file(folder / "best.safetensors")["adapter.a"]
+    assert not best.any()  # the first model, which nobody has trained
+
+    assert main(["models", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "best" in shown
+    assert "newest" in shown
+    assert main(["models", str(folder), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(row["version"], row["score"], row["best"], row["newest"]) for row in listed] == [
+        (0, 0.9, True, False),
+        (3, 0.6, False, True),
+    ]
+
+    out = config.parent / "fetched.safetensors"
+    for which, wanted in (("best", listed[0]), ("newest", listed[1]), ("0", listed[0])):
+        out.unlink(missing_ok=True)
+        assert main(["models", str(folder), which, "--out", str(out)]) == 0
+        assert hashlib.sha256(out.read_bytes()).hexdigest() == wanted["sha256"] == Path(wanted["file"]).stem
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert main(["models", str(folder), "newest", "--out", str(out)]) != 0
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert main(["models", str(folder), "1", "--out", str(out), "--replace"]) != 0
+    assert "model 1 is not kept; kept are 0, 3" in capsys.readouterr().err
+    Path(listed[1]["file"]).write_bytes(before)  # another model under its name
+    assert main(["models", str(folder), "newest", "--out", str(out), "--replace"]) == 11
+    assert "has changed on its disk" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert main(["models", str(folder), "best", "--out", str(out), "--replace"]) == 0
 
 
 def test_receipts_say_what_was_really_done(config: Path) -> None:

@@ -201,7 +201,7 @@ class ModelSettings:
     initial: str | None = None  # safetensors file; None: the task makes it
     include: list[str] = field(default_factory=lambda: ["*"])  # only tensors whose names match one of these
     roles: dict[str, Literal["parameter", "statistic", "counter"]] = field(default_factory=dict)  # by pattern of names
-    keep: Literal["needed", "all"] = "needed"  # which versions stay in the run folder; the newest always does
+    keep: Literal["needed", "best", "all"] = "best"  # which versions stay in the run folder beside the newest
 
 
 @dataclass(frozen=True, kw_only=True)

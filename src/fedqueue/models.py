@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,21 @@ from fedqueue.ledger import FILE, LedgerReader
 
 OBJECTS: Final = "objects"
 """The folder of a real run's models and updates: each file is named by its sha256."""
+
+
+def finite(score: object) -> float | None:
+    """A score, or None where it is not a number: such a model is never the best."""
+    return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
+
+
+def best_of(scores: Mapping[int, float | None]) -> int | None:
+    """The version with the highest score, the oldest of equals.
+
+    >>> best_of({0: 0.5, 1: None, 2: 0.9, 3: 0.9})
+    2
+    """
+    known = {version: score for version, score in sorted(scores.items()) if score is not None}
+    return max(known, key=lambda version: known[version], default=None)
 
 
 def object_path(folder: Path, digest: str) -> Path:
@@ -41,9 +57,10 @@ class Models:
 
     @property
     def best(self) -> Model | None:
-        """The one with the highest score, the oldest of equals; None: no model has a score that is a number."""
-        scored = [model for model in self.made if model.score is not None and math.isfinite(model.score)]
-        return max(scored, key=lambda model: model.score or 0.0, default=None)
+        """Of those whose files are there; None: none of them has a score."""
+        there = {model.version: model for model in self.made if model.file.exists()}
+        best = best_of({version: model.score for version, model in there.items()})
+        return None if best is None else there[best]
 
 
 def read_models(folder: Path) -> Models:
@@ -64,16 +81,32 @@ def read_models(folder: Path) -> Models:
         Model(
             version=version,
             ready_at=at,
-            score=scores.get(version),
+            score=finite(scores.get(version)),
             digest=digest,
             file=object_path(folder, digest),
         )
         for version, (at, digest) in sorted(digests.items())
     ]
     models = Models(made=made, kept=made)
-    if keep != "all":
-        models = Models(made=made, kept=[models.newest])
-    return models
+    if keep == "all":
+        return models
+    kept = {model.version: model for model in (models.newest, models.best if keep == "best" else None) if model}
+    return Models(made=made, kept=list(kept.values()))
+
+
+def find(folder: Path, which: str) -> Model:
+    """The model that is meant by "best", "newest" or its number."""
+    models = read_models(folder)
+    there = [model for model in models.made if model.file.exists()]
+    if which in ("best", "newest"):
+        found = models.best if which == "best" else models.newest
+    else:
+        found = next((model for model in there if str(model.version) == which), None)
+    if found is None:
+        kept = ", ".join(str(model.version) for model in there) or "none"
+        what = "no model that is kept has a score" if which == "best" else f"model {which} is not kept"
+        raise RunFolderError(f'{folder}: {what}; kept are {kept}; [model] keep = "all" keeps every one')
+    return found
 
 
 def check_models(folder: Path) -> int:

@@ -52,6 +52,7 @@ __all__ = [
     "UnreadableFileError",
     "aggregate",
     "check",
+    "copy",
     "describe",
     "misfit_of_kinds",
     "not_finite",
@@ -186,6 +187,19 @@ def verify(path: Path, sha256: str) -> None:
         digest, _ = _pass_over(path, file, [], {})
     if digest != sha256:
         raise ChangedFileError(path)
+
+
+def copy(path: Path, out: Path, sha256: str) -> None:
+    """Copies a file, whole or not at all; a `ChangedFileError` unless these are the bytes that were meant."""
+    with opened(path) as file, _Target.create(out) as target:
+        buffer, size = np.empty(CHUNK_BYTES, np.uint8), os.fstat(file).st_size
+        for place in range(0, size, CHUNK_BYTES):
+            piece = buffer[: min(CHUNK_BYTES, size - place)]
+            fill(path, file, piece, place)
+            target.put(piece.data)
+        if target.sha256 != sha256:
+            raise ChangedFileError(path)
+        target.finish()
 
 
 def _count_not_finite(piece: Buffer, number: Number, scratch: Buffer) -> int:
@@ -442,6 +456,11 @@ class _Target:
         self._beside.replace(self._path)
         with opened(self._path.parent) as folder:
             os.fsync(folder)
+        return self.sha256
+
+    @property
+    def sha256(self) -> str:
+        """Of what was put so far."""
         return self._digest.hexdigest()
 
 

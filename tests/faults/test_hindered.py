@@ -210,6 +210,8 @@ def test_a_model_that_changed_is_scored_when_it_is_put_back(tmp_path: Path, way:
             assert state(served).startswith("paused")
             assert served.status()["score"] is None
         wait_for(lambda: served.status()["score"] == 0.5, 30.0, "it is scored", served.said)
+        assert main(["models", str(served.folder), "best", "--out", str(tmp_path / "best.safetensors")]) == 0
+        assert (tmp_path / "best.safetensors").read_bytes() == model.read_bytes()
         assert state(served) == "running"
 
 

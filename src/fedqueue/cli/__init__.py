@@ -29,6 +29,7 @@ from fedqueue.cli import (
     history,
     init,
     journal,
+    models,
     operate,
     plan,
     replay,
@@ -43,7 +44,7 @@ from fedqueue.plugins import plugins
 
 _OURS: Final[tuple[Any, ...]] = (
     *(demo, init, simulate, compare, bound, plan, history, forecast),
-    *(run, report, replay, retrace, journal, doctor),
+    *(run, report, models, replay, retrace, journal, doctor),
     *(serve, enroll, agent, *operate.VERBS),
 )
 

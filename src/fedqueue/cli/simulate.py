@@ -66,5 +66,9 @@ def show(config: Config, summary: dict[str, Any], folder: Path, *, clock: str = 
     ]
     title = f"{config.run.name}: {summary['strategy']}, seed {summary['seed']}"
     terminal.show_table(title, ("figure", "value"), rows)
+    for which, model in summary.get("models", {}).items():
+        if model is not None:
+            score = "" if model["score"] is None else f", score {terminal.percent(model['score'])} %"
+            print(f"{which} model: {model['file']} (model {model['version']}{score})")
     print(f"run folder: {folder}")
     print(f"look at it: fedqueue report {folder}")

@@ -47,6 +47,7 @@ from fedqueue.messages import (
     facility_of,
     sequence_of,
 )
+from fedqueue.models import finite
 
 UpdateKey = tuple[JobId, int]
 """Job and attempt."""
@@ -120,7 +121,7 @@ class Books:
         self.making: dict[int, Aggregate] = {}  # asked for and not made, by version
         self.updates: dict[UpdateKey, Receipt] = {}  # arrived, and not yet part of a model or settled otherwise
         self.verdicts: dict[UpdateKey, str | None] = {}  # of all handed in: why it was rejected; None: it was taken
-        self.scored: set[int] = set()
+        self.scores: dict[int, float | None] = {}  # of the versions that were scored; None: it is not a number
         self._timers: list[tuple[float, int, str]] = []
         self._ticket = 0
 
@@ -148,6 +149,10 @@ class Books:
     def job(self, job_id: JobId) -> OpenJob | None:
         book = self.facilities.get(facility_of(job_id))
         return book.jobs.get(sequence_of(job_id)) if book is not None else None
+
+    @property
+    def scored(self) -> set[int]:
+        return set(self.scores)
 
     def versions_needed(self) -> set[int]:
         """Versions that a job, standing work, an update or a model to be made refers to."""
@@ -233,8 +238,8 @@ class Books:
                     self.verdicts[receipt.job_id, receipt.attempt] = None
             case ModelReady(version=version, digest=digest):
                 self._model_ready(version, digest)
-            case ModelScored(version=version):
-                self.scored.add(version)
+            case ModelScored(version=version, metrics=metrics):
+                self.scores[version] = finite(metrics.get("score"))
 
     def _wanted(self, command: Command) -> None:
         match command:

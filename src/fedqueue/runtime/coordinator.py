@@ -48,6 +48,7 @@ from fedqueue.messages import (
     UpdateArrived,
 )
 from fedqueue.metrics import Tally
+from fedqueue.models import best_of
 from fedqueue.runs import rebuild_strategy
 from fedqueue.runtime.books import Books
 from fedqueue.runtime.clock import RunClock
@@ -142,6 +143,7 @@ class Coordinator:
         self._said = ""  # of this, when the run is over
         self._scoring: set[int] = set()
         self._score_again: set[int] = set()  # of these, those whose files are waited for
+        self._asked_to_score: int | None = None  # at a facility
         self._open(told=told)
         self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
         self._over_since: float | None = None  # monotonic
@@ -313,6 +315,7 @@ class Coordinator:
             self._open(told=True)
             raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
         if isinstance(event, ModelScored):
+            self._asked_to_score = None
             self._say_passed_over(event.version)
             if event.metrics.get("score") is None:
                 self.say(f"the score of model {event.version} is not a finite number")
@@ -586,6 +589,7 @@ class Coordinator:
         books = self.books
         unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
         versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
+        versions |= {version for version in (self.best, self._asked_to_score) if version is not None}
         needed = {books.models[version] for version in versions if version in books.models}
         needed.update(receipt.digest for receipt in books.updates.values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
@@ -593,6 +597,20 @@ class Coordinator:
         self.store.sweep(needed)
 
     # Scores ---------------------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> int | None:
+        """The version with the best score of those that are kept; None: none has one, or the best is not kept."""
+        if self.config.model.keep == "needed":
+            return None
+        models = self.books.models
+        return best_of({v: score for v, score in self.books.scores.items() if self.store.counts_on(models[v])})
+
+    def asks_for_score(self, version: int) -> None:
+        """A facility is asked for it. The first since the last score is likely to be under way: its file stays, in case
+        it turns out the best."""
+        if self._asked_to_score is None:
+            self._asked_to_score = version
 
     def _score(self, version: int) -> None:
         where = self.config.evaluation.where

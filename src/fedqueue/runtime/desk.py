@@ -155,6 +155,7 @@ class Desk:
         books = self._coordinator.books
         if self._coordinator.config.evaluation.where != facility or books.newest in books.scored:
             return None
+        self._coordinator.asks_for_score(books.newest)
         return {"version": books.newest, "model": self._model(books.newest)}
 
     def _model(self, version: int) -> dict[str, Any]:

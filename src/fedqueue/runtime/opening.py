@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-import shutil
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ import numpy as np
 
 from fedqueue import tensorfile
 from fedqueue.config import Config, parse
-from fedqueue.errors import ConfigError, RunFolderError, StorageError, what_to_do
+from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, Ledger, storage_error
 from fedqueue.plan import FacilityProfile, Plan
 from fedqueue.roles import must_match, special
@@ -27,6 +26,9 @@ from fedqueue.runtime.store import Store
 from fedqueue.training.settings import StoredTask
 
 FINAL: Final = "model.safetensors"
+"""The newest model of a run that is over."""
+BEST: Final = "best.safetensors"
+"""The best one, unless that is the newest."""
 
 
 def store_config(folder: Path, tree: dict[str, Any], config_folder: Path) -> None:
@@ -138,24 +140,29 @@ def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
 
 
 def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
-    """What a run leaves when it is over: the figures, and the last model under a plain name. Figures that are there
-    stay: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
-    config, folder = coordinator.config, coordinator.folder
+    """What a run leaves when it is over: the figures, and the last model and the best under plain names. What is there
+    stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
+    config, folder, books = coordinator.config, coordinator.folder, coordinator.books
+    names = {coordinator.best: BEST, books.newest: FINAL}
     if (folder / SUMMARY).exists():
         summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     else:
         summary = coordinator.tally.summary(
             strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
         )
+        summary["models"] = {
+            "newest": _described(coordinator, books.newest, folder / FINAL),
+            "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
+        }
         write_json(folder / SUMMARY, summary)
-    if (folder / FINAL).exists():
-        return summary
-    newest = coordinator.store.path(coordinator.books.models[coordinator.books.newest])
-    beside = folder / f"{FINAL}.part"
-    try:
-        shutil.copyfile(newest, beside)
-        beside.replace(folder / FINAL)
-    except OSError as error:
-        place = error.filename or folder / FINAL
-        raise StorageError(f"{place}: {error.strerror}; {what_to_do(error)}") from None
+    for version, name in names.items():
+        if version is not None and not (folder / name).exists():
+            digest = books.models[version]
+            tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
     return summary
+
+
+def _described(coordinator: Coordinator, version: int | None, file: Path) -> dict[str, Any] | None:
+    if version is None:
+        return None
+    return {"version": version, "score": coordinator.books.scores.get(version), "file": str(file)}
