@@ -87,7 +87,9 @@ class RoundStrategy(Strategy):
         for facility in self.facilities.values():
             waiting = [j for j in facility.jobs.values() if j.started_at is None and j.order.after is None]
             if waiting:
-                facility.predictor.still_waiting(self.now, self.now - min(j.submitted_at for j in waiting))
+                # Not less than nothing, should an event come out of order.
+                waited = max(0.0, self.now - min(j.submitted_at for j in waiting))
+                facility.predictor.still_waiting(self.now, waited)
 
     def next_round_length(self) -> float:
         """Asked at each cutoff; cutoffs of the new length count from there."""
