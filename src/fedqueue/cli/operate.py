@@ -16,7 +16,7 @@ from fedqueue.errors import ConfigError, FedQueueError, RunFolderError
 
 MOST_JOBS = 8
 """Of one facility that `status` lists."""
-FOLDER_SECONDS = 10.0
+FOLDER_SECONDS = 30.0
 """How long a folder is waited for that `fedqueue serve ... &` has not made yet."""
 STARTING_SECONDS = 60.0
 """How long a coordinator may take from its lock to its first answer: it may have to read a long ledger."""

@@ -80,8 +80,8 @@ def coordinate(
                     coordinator.close()
             except (StorageError, TensorFileError, OSError, sqlite3.OperationalError) as error:
                 # What the ledger has is whole. Whatever came after it is asked for again.
-                if until():
-                    raise
+                if until() or (not told and not isinstance(error, StorageError)):
+                    raise  # a start that cannot be is for whoever starts it to mend
                 why = f"{error}; {'waiting for room' if 'make room' in str(error) else 'it is tried again by itself'}"
                 if why != said:
                     say(why)
