@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,15 +19,19 @@ from typing import Any
 
 import pytest
 
+from fedqueue import __version__
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.runs import replay
+from fedqueue.runtime.agent_settings import load_agent
 from tests.faults.harness import free_port
 from tests.faults.ledger_checks import Story, check_counts, check_end, check_fates
 from tests.slurm import Cluster, clusters, processes_with, wait_for
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "operating.md"
+PACKAGES = Path(pytest.__file__).parent.parent  # what this Python has, without this checkout
 COMMAND = re.compile(r"^(server|north|south)\$ (.+)$", re.MULTILINE)
+UNITS = ROOT / "examples" / "systemd"
 NOT_HERE = ("pip install ", "python3 -m venv ")  # they want a package index
 HASTE = {  # what the page says, and what a test can wait for
     "study.toml": {
@@ -37,6 +42,7 @@ HASTE = {  # what the page says, and what a test can wait for
         "model_megabytes = 1.0": "model_megabytes = 0.01",
     },
     "agent.toml": {"poll_seconds = 10.0": "poll_seconds = 0.5"},
+    "own.toml": {"round_length = 600.0": "round_length = 20.0", 'train.py"': 'train.py"\npoll_seconds = 0.2'},
 }
 
 # The machine's own commands, as far as the page needs them: another host is another folder.
@@ -224,6 +230,58 @@ def test_following_the_page_makes_a_run_over_two_slurm_sites(machines: dict[str,
     log = (follower.server.folder / "serve.log").read_text()
     for line in ("the run begins", "paused", "south is drained", "goes on from model", "over: stopped by the operator"):
         assert line in log
+
+
+def commands(prompt: str) -> list[str]:
+    return re.findall(rf"^{prompt}\$ (.+)$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_own_model_with_own_scoring_learns_as_the_page_says(tmp_path: Path) -> None:
+    laptop = Machine(tmp_path, "laptop", None)
+    for name in ("own_model.py", "first.py", "train.py", "score.py"):
+        (laptop.home / name).write_text(named_block("python", name, 0))
+    (laptop.home / "own.toml").write_text(named_block("toml", "own.toml", 0))
+    for command in commands("laptop"):
+        laptop.say(command)
+    summary = json.loads((laptop.home / "rehearsal" / "summary.json").read_text())
+    assert summary["rounds"] == 5
+    assert summary["score"]["final"] > 0.7
+    assert summary["time_to"]["0.70"] is not None
+
+
+def test_wheel_is_built_and_installed_as_the_page_says(tmp_path: Path) -> None:
+    machines = {name: Machine(tmp_path, name, None) for name in ("checkout", "site")}
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, machines["checkout"].home / name)
+    shutil.rmtree(machines["site"].home / "fedqueue")  # the page makes it
+    here = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: no isolation; so pip reads it
+    said = ""
+    for name, command in re.findall(r"^(checkout|site)\$ (.+)$", PAGE.read_text(), re.MULTILINE):
+        machines[name].environment |= here
+        said = machines[name].say(command if "--version" not in command else f"PYTHONPATH={PACKAGES} {command}")
+    assert said == f"fedqueue {__version__}\n"
+    assert list(machines["site"].home.glob("fedqueue/lib/python*/site-packages/fedqueue/__init__.py"))
+
+
+@pytest.mark.parametrize("name", ["with torchrun", "with modules", "with conda", "with Apptainer"])
+def test_agents_of_the_page_are_sound(name: str, tmp_path: Path) -> None:
+    (tmp_path / "agent.toml").write_text(named_block("toml", f"agent.toml {name}", 0))
+    config = load_agent(tmp_path / "agent.toml")
+    script = "\n".join([*config.agent.before, config.agent.command])
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
+@pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.glob("*.service")))
+def test_units_of_the_page_are_sound(unit: str, tmp_path: Path) -> None:
+    assert unit in PAGE.read_text()
+    home = Machine(tmp_path, "home", None).home
+    (home / "study").mkdir()
+    environment = {**os.environ, "HOME": str(home), "XDG_RUNTIME_DIR": str(tmp_path)}
+    argv = ["systemd-analyze", "verify", "--user", str(UNITS / unit)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_every_extra_that_the_page_names_exists() -> None:

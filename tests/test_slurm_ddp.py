@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from os import kill
@@ -19,7 +21,9 @@ from tests.faults.ledger_checks import Story, check_counts, check_end, check_fat
 from tests.slurm import Cluster, clusters, processes_with, wait_for
 
 pytest.importorskip("torch")
-EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp.py"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "ddp.py"
+PAGE = ROOT / "docs" / "operating.md"
 BUSY_SECONDS = 4.0  # of processor time with the handler in place: by then it trains
 
 CONFIG = """
@@ -44,9 +48,7 @@ steps = 1000000    # more than it can do: it is told to stop
 [worker]
 poll_seconds = 0.5
 command = '''
-srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 \
-{python} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 \
---rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=127.0.0.1:{port} {example}
+{command}
 exit 3    # a result that is in counts, whatever the job's exit code: gloo is known to abort at exit
 '''
 
@@ -66,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
 def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path: Path) -> None:
     subprocess.run([sys.executable, EXAMPLE, "--first", tmp_path / "first.safetensors"], check=True, timeout=120)
     config = tmp_path / "ddp.toml"
-    config.write_text(CONFIG.format(python=sys.executable, port=free_port(), example=EXAMPLE, conf=cluster.conf))
+    config.write_text(CONFIG.format(command=command_of_the_page(), conf=cluster.conf))
     folder = tmp_path / "run"
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--json", "--no-plots", "--out", str(folder)]
     home = folder / "facilities" / "north"
@@ -96,6 +98,24 @@ def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path:
     log = cluster.folder / "log" / "jobcomp.log"  # the run may end before the last job has left its nodes
     wait_for(lambda: log.read_text().count(" NodeCnt=2 ") == 2, 60.0, "the end of both jobs", cluster.log)
     cluster.wait_until_ready()
+
+
+def command_of_the_page() -> str:
+    """What docs/operating.md has agents run, with what is different here: both nodes are this machine."""
+    (agent,) = re.findall(
+        r"^```toml\n# agent.toml with torchrun\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    command = str(tomllib.loads(agent)["agent"]["command"])
+    different = {
+        "torchrun": f"{sys.executable} -m torch.distributed.run",
+        "--nproc-per-node=4": "--nproc-per-node=1",
+        "$FIRST_NODE:29500": f"127.0.0.1:{free_port()}",
+        "ddp.py": str(EXAMPLE),
+    }
+    for said, here in different.items():
+        assert said in command, f"the page's command does not say {said}"
+        command = command.replace(said, here)
+    return command
 
 
 def training(job: Path, rank: int) -> int:

@@ -1,17 +1,25 @@
 """Feed what a real run measured back to the simulator: every wait, every speed, every hand-in.
 
-With the run's own strategy this checks the simulator: each update should meet the cutoff that it met. With --strategy
-it says what another one would have made of the same queues.
+With the run's own strategy this checks the simulator: each update should meet the cutoff that it met. Pauses, restarts,
+failures, forecasts and the operator's words are fed back too; if something differs nevertheless, it says which facts of
+the run are not on record. With --strategy it says what another one would have made of the same queues.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedqueue.cli import terminal
+from fedqueue.messages import CoordinatorResumed, FacilityLeft, RunPaused
 from fedqueue.metrics import Tally
+
+if TYPE_CHECKING:
+    from fedqueue.sim.playback import Played
+    from fedqueue.sim.recorded import Recording
 
 HELP = "feed a real run's delays back to the simulator"
 
@@ -23,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fedqueue.runtime.opening import stored_config
-    from fedqueue.sim.recorded import read_recording, simulate_recording
+    from fedqueue.sim.playback import simulate_recording
+    from fedqueue.sim.recorded import read_recording
 
     recording = read_recording(args.folder)
     config = stored_config(args.folder)
@@ -34,14 +43,9 @@ def run(args: argparse.Namespace) -> int:
         nodes={facility.name: facility.nodes for facility in config.facility},
         targets=[],
     )
-    fates = simulate_recording(recording, config, [tally])
+    played = simulate_recording(recording, config, [tally])
     if strategy == recording.strategy:
-        differ = {key: fate for key, fate in recording.fates.items() if fates.get(key) != fate}
-        print(f"{len(recording.fates) - len(differ)} of {len(recording.fates)} updates met the same fate as in the run")
-        for (job, attempt), (fate, version) in differ.items():
-            was = f"{fate}, version {version}"
-            print(f"  {job} attempt {attempt}: {was} in the run, {fates.get((job, attempt), 'nothing')} here")
-        return 1 if differ else 0
+        return _compare(recording, played)
     summary = tally.summary(strategy=strategy, seed=config.run.seed, wall_seconds=0.0)
     updates = "  ".join(str(n) for n in summary["updates"].values())
     rows = [
@@ -57,3 +61,48 @@ def run(args: argparse.Namespace) -> int:
         f"{strategy}, with the delays of {args.folder} ({recording.strategy})", ("figure", "value"), rows
     )
     return 0
+
+
+def _compare(recording: Recording, played: Played) -> int:
+    """Each update and its fate, then and now; 1: some differ."""
+    fates = played.fates
+    # When a run is over, its last updates still come in; a simulation ends at once.
+    same = {key for key, fate in recording.fates.items() if fates.get(key, ("after_end", None)) == fate}
+    print(f"{len(same)} of {len(recording.fates)} updates met the same fate as in the run")
+    for key, fate in recording.fates.items():
+        if key not in same:
+            print(f"  {key[0]} attempt {key[1]}: {_words(fate)} in the run, {_words(fates.get(key))} here")
+    if len(same) == len(recording.fates):
+        return 0
+    print("what is not on record, and may be why:")
+    for at, kind, what in sorted(_unknown(recording, played)):
+        print(f"  {at:.1f} s {kind}: {what}")
+    return 1
+
+
+def _words(fate: tuple[str, int | None] | None) -> str:
+    if fate is None:
+        return "none"
+    return fate[0] if fate[1] is None else f"{fate[0]} into version {fate[1]}"
+
+
+def _unknown(recording: Recording, played: Played) -> Iterator[tuple[float, str, str]]:
+    """Time, kind and words for each thing of the run that its ledger does not say."""
+    for heard in recording.outside:
+        event = heard.event
+        match event:
+            case RunPaused():
+                what = "how long the run clock stood still, and so when jobs that went on meanwhile did what"
+            case CoordinatorResumed(down_seconds=down):
+                what = f"what was in hand when the coordinator ended; its run clock stood still for {down:.0f} s"
+            case FacilityLeft(facility=name):
+                what = f"when things happened at {name} until it was back: only when they were told"
+            case _:
+                continue
+        yield event.at, type(event).__name__, what
+    for job in recording.ordered.keys() - played.ordered.keys():
+        yield recording.ordered[job], "SubmitJob", f"{job} was ordered in the run, and not here"
+    for job in played.ordered.keys() - recording.ordered.keys():
+        yield played.ordered[job], "SubmitJob", f"{job} was never ordered in the run, so nobody knows how it would fare"
+    for (key, due), at in recording.rang_late.items():
+        yield due, "TimerFired", f"{key} fired {1000 * (at - due):.0f} ms late; what came in meanwhile may count or not"

@@ -7,24 +7,59 @@ did; with another one, this is what it would have made of the same queues.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from fedqueue.config import Config, FixedQueue
-from fedqueue.engine import Listener
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import Assignment, Record, Standing
+from fedqueue.messages import (
+    Assignment,
+    CoordinatorResumed,
+    Event,
+    FacilityDrained,
+    FacilityJoined,
+    FacilityLeft,
+    ForecastIssued,
+    JobFailed,
+    JobId,
+    JobRequeued,
+    ModelReady,
+    ModelScored,
+    RunPaused,
+    RunResumed,
+    StopRequested,
+    SubmitRefused,
+    TimerFired,
+    UpdateArrived,
+    UpdateRejected,
+    facility_of,
+    sequence_of,
+)
 from fedqueue.plan import Plan
 from fedqueue.runs import rebuild_plan
-from fedqueue.sim.learning import TimingOnly
-from fedqueue.sim.simulation import Simulation, make_strategy
-from fedqueue.sim.site import Course, SimJob, Site
+from fedqueue.sim.site import Course as SimCourse
+from fedqueue.sim.site import SimJob, Site
 
 A_LONG_TIME = 1e9  # seconds
+
+OUTSIDE = (
+    RunPaused,
+    RunResumed,
+    StopRequested,
+    CoordinatorResumed,
+    FacilityLeft,
+    FacilityJoined,
+    FacilityDrained,
+    ForecastIssued,
+    ModelScored,
+)
+"""Events that no job and no command brings about."""
+TROUBLES = {SubmitRefused, JobRequeued, JobFailed, UpdateRejected}
 
 _JOBS = """
 SELECT j.job, j.ordered_at, j.ended_at, j.arrived_at, j.started_at, j.admission_delay,
@@ -36,8 +71,7 @@ SELECT j.job, j.ordered_at, j.ended_at, j.arrived_at, j.started_at, j.admission_
          WHERE e.job = j.job AND e.kind = 'UpdateArrived') AS train_seconds,
        (SELECT json_extract(e.body, '$.receipt.steps_done') FROM events e
          WHERE e.job = j.job AND e.kind = 'UpdateArrived') AS steps_done,
-       (SELECT json_extract(e.body, '$.receipt.base_version') FROM events e
-         WHERE e.job = j.job AND e.kind = 'UpdateArrived') AS base_version,
+       (SELECT i.bound FROM incarnations i WHERE i.job = j.job ORDER BY i.attempt DESC LIMIT 1) AS bound,
        coalesce((SELECT json_extract(i.bound, '$.steps') FROM incarnations i WHERE i.job = j.job
          ORDER BY i.attempt DESC LIMIT 1), (SELECT json_extract(c.body, '$.assignment.steps') FROM commands c
          WHERE c.job = j.job AND c.kind = 'AssignWork')) AS assigned,
@@ -51,24 +85,53 @@ FROM jobs j ORDER BY j.ordered_at
 class JobRecord:
     """What was measured about one job, in seconds."""
 
-    submit: float  # from our order (or the end of the job it was chained to) to its being eligible
+    submit: float  # from our order to its being eligible; or from our hearing of the end of the job it was chained to
     delay: float  # q
-    base_version: int | None  # that it trained from; None: no update came of it
+    bound: Assignment | None  # what it took from the standing work; None: its work was assigned
     lingered: float
     news: float  # from its taking work to our hearing of it
     steps_per_second: float | None  # None: no update came of it
-    most_steps: int | None  # it stopped here, before its steps were done: out of time, or told to
+    assigned: int | None  # steps
+    most_steps: int | None  # that it did
     startup: float  # of a job that was heard of when it had ended: all but training, from its start until then
     rest: float  # from there to the arrival
+
+
+@dataclass(frozen=True)
+class Heard:
+    """An event of the run, with its place in the ledger."""
+
+    seq: int
+    event: Event
+
+
+@dataclass(frozen=True)
+class Course:
+    """All that was heard of one job."""
+
+    job_id: JobId
+    ordered_at: float
+    after: JobId | None  # chained
+    heard: list[Heard] = field(default_factory=list)
+
+    @property
+    def over_at(self) -> float:
+        return self.heard[-1].event.at if self.heard else A_LONG_TIME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     plan: Plan
     strategy: str
-    jobs: dict[str, list[JobRecord]]  # by facility, in order of their numbers
+    jobs: dict[str, dict[int, JobRecord]]  # by facility and number: those that brought an update
+    courses: dict[JobId, Course]  # of the jobs whose durations do not say how they went: see `_undisturbed`
+    outside: list[Heard]  # what operators, clocks and networks did
+    rang_late: dict[
+        tuple[str, float], float
+    ]  # timers by key and time: when they fired, if the coordinator was busy then
     model_seconds: dict[int, float]  # from asking for a version to its being ready
     fates: dict[tuple[str, int], tuple[str, int | None]]  # of each update: fate, and the version it went into
+    ordered: dict[JobId, float]  # every job, with the time of its order
 
 
 def read_recording(folder: Path) -> Recording:
@@ -76,16 +139,35 @@ def read_recording(folder: Path) -> Recording:
         if ledger.meta.get("driver") != "coordinator":
             raise RunFolderError(f"{folder}: is a simulation; only what a real run measured can be fed back")
         rows = {row["job"]: row for row in ledger.rows(_JOBS)}
-        jobs: dict[str, list[JobRecord]] = {p["name"]: [] for p in ledger.meta["plan"]["facilities"]}
-        for job, row in rows.items():
-            if row["started_at"] is not None:
-                jobs[job.rpartition("/")[0]].append(_record(row, rows))
+        courses = {job: Course(job, row["ordered_at"], row["after"]) for job, row in rows.items()}
+        outside: list[Heard] = []
+        asked_at: dict[int, float] = {}
         model_seconds: dict[int, float] = {}
-        query = """SELECT json_extract(c.body, '$.to_version') AS version, m.ready_at - e.at AS seconds
-                   FROM commands c JOIN events e USING (seq)
-                   JOIN models m ON m.version = json_extract(c.body, '$.to_version') WHERE c.kind = 'Aggregate'"""
-        for row in ledger.rows(query):
-            model_seconds[row["version"]] = max(0.0, row["seconds"])
+        set_for: dict[str, list[float]] = {}
+        rang_late: dict[tuple[str, float], float] = {}
+        for seq, (event, commands) in enumerate(ledger.steps()):
+            if isinstance(event, OUTSIDE):
+                outside.append(Heard(seq, event))
+            elif isinstance(event, ModelReady) and event.version in asked_at:
+                model_seconds.setdefault(event.version, max(0.0, event.at - asked_at[event.version]))
+            elif (job := _job_of(event)) in courses:
+                courses[job].heard.append(Heard(seq, event))
+            if isinstance(event, TimerFired) and set_for.get(event.key):
+                due = min(set_for[event.key])
+                set_for[event.key].remove(due)
+                if event.at > due:
+                    rang_late[event.key, due] = event.at
+            for kind, text in commands:
+                if kind == "Aggregate":
+                    asked_at.setdefault(json.loads(text)["to_version"], event.at)
+                elif kind == "SetTimer":
+                    timer = json.loads(text)
+                    set_for.setdefault(timer["key"], []).append(timer["at"])
+        calm = _undisturbed(courses, outside)
+        jobs: dict[str, dict[int, JobRecord]] = {p["name"]: {} for p in ledger.meta["plan"]["facilities"]}
+        for job, row in rows.items():
+            if row["arrived_at"] is not None and row["started_at"] is not None:
+                jobs[facility_of(job)][sequence_of(job)] = _record(row, rows)
         fates = {
             (row["job"], row["attempt"]): (row["fate"], row["version"]) for row in ledger.rows("SELECT * FROM updates")
         }
@@ -93,63 +175,112 @@ def read_recording(folder: Path) -> Recording:
             plan=rebuild_plan(ledger.meta),
             strategy=ledger.meta["strategy"],
             jobs=jobs,
+            courses={job: course for job, course in courses.items() if job not in calm},
+            outside=outside,
+            rang_late=rang_late,
             model_seconds=model_seconds,
             fates=fates,
+            ordered={job: row["ordered_at"] for job, row in rows.items()},
         )
+
+
+def _job_of(event: Event) -> JobId:
+    receipt = getattr(event, "receipt", None)
+    return str(getattr(event if receipt is None else receipt, "job_id", ""))
+
+
+def _undisturbed(courses: Mapping[JobId, Course], outside: Sequence[Heard]) -> set[JobId]:
+    """Jobs that went from order to arrival while the run clock ran and their facility was in reach, and nothing failed:
+    their measured durations say all. Of the others it counts when we heard of what."""
+    stops = [heard.event.at for heard in outside if isinstance(heard.event, RunPaused | CoordinatorResumed)]
+    away: dict[str, list[tuple[float, float]]] = {}
+    for heard in outside:
+        if isinstance(heard.event, FacilityLeft):
+            away.setdefault(heard.event.facility, []).append((heard.event.at, A_LONG_TIME))
+        elif isinstance(heard.event, FacilityJoined) and (found := away.get(heard.event.facility)):
+            found[-1] = (found[-1][0], min(found[-1][1], heard.event.at))
+    calm: set[JobId] = set()
+    for job, course in courses.items():  # in order, so that a chained job comes after the one before it
+        kinds = [type(heard.event) for heard in course.heard]
+        stood = any(course.ordered_at <= at <= course.over_at for at in stops)
+        unheard = any(a <= course.over_at and course.ordered_at <= b for a, b in away.get(facility_of(job), []))
+        chained = course.after is not None and course.after in courses and course.after not in calm
+        if UpdateArrived in kinds and not (TROUBLES & set(kinds)) and not (stood or unheard or chained):
+            calm.add(job)
+    return calm
 
 
 def _record(row: Any, rows: dict[str, Any]) -> JobRecord:
     eligible_from = row["ordered_at"]
     before = rows.get(row["after"]) if row["after"] is not None else None
-    if before is not None and before["ended_at"] is not None:
+    chained = before is not None and before["ended_at"] is not None
+    if before is not None and chained:
         eligible_from = max(eligible_from, before["ended_at"])
     took_work_at = row["started_at"] + row["lingered"]
     trained = row["train_seconds"] is not None and row["train_seconds"] > 0
     return JobRecord(
-        submit=max(0.0, row["eligible_at"] - eligible_from),
+        submit=row["eligible_at"] - eligible_from if chained else max(0.0, row["eligible_at"] - eligible_from),
         delay=row["admission_delay"],
-        base_version=row["base_version"],
+        bound=Assignment(**json.loads(row["bound"])) if row["bound"] is not None else None,
         lingered=row["lingered"],
         news=row["ago"],
         steps_per_second=row["steps_done"] / row["train_seconds"] if trained else None,
-        most_steps=row["steps_done"] if trained and row["steps_done"] < (row["assigned"] or 0) else None,
+        assigned=row["assigned"],
+        most_steps=row["steps_done"] if trained else None,
         startup=max(0.0, row["ended_at"] - took_work_at - row["train_seconds"]) if trained else 0.0,
         rest=max(0.0, row["arrived_at"] - row["ended_at"]) if trained else 0.0,
     )
 
 
+NOTHING = JobRecord(
+    submit=0.0,
+    delay=0.0,
+    bound=None,
+    lingered=0.0,
+    news=0.0,
+    steps_per_second=None,
+    assigned=None,
+    most_steps=None,
+    startup=0.0,
+    rest=0.0,
+)
+"""Of a job at a facility that brought no update."""
+
+
 class RecordedSite(Site):
-    """A facility whose j-th job meets what the j-th job of the recording met; after the last the first comes again."""
+    """A facility whose job meets what the job of its number met in the recording; or what another one met, where that
+    one brought no update."""
 
     def __init__(
-        self, index: int, name: str, records: Sequence[JobRecord], config: Config, *, same_strategy: bool
+        self, index: int, name: str, records: Mapping[int, JobRecord], config: Config, *, same_strategy: bool
     ) -> None:
         """`same_strategy`: what a job found at the site when it began is that of the recording, too."""
-        known = [r.steps_per_second for r in records if r.steps_per_second is not None]
-        if not known:
+        known = [r.steps_per_second for r in records.values() if r.steps_per_second is not None]
+        if not known and not same_strategy:
             raise ConfigError(f"facility {name} brought no update in the recording: there is nothing to feed back")
         settings = next(f for f in config.facility if f.name == name)
         plain = dataclasses.replace(
-            settings, queue=FixedQueue(delay=0.0), steps_per_second=fmean(known), slowdown=1.0, startup_seconds=0.0
+            settings,
+            queue=FixedQueue(delay=0.0),
+            steps_per_second=fmean(known or [1.0]),
+            slowdown=1.0,
+            startup_seconds=0.0,
         )
         super().__init__(index, plain, config, seed=0)
         self._records = records
+        self._in_turn = list(records.values()) or [NOTHING]
         self._same_strategy = same_strategy
-        self._posted: dict[int, Standing] = {}  # the newest of each version
 
-    def stage(self, standing: Standing, at: float, megabytes: float) -> float:
-        self._posted[standing.version] = standing
-        return super().stage(standing, at, megabytes)
-
-    def work_for(self, job: SimJob, at: float) -> tuple[float, Standing]:
-        """What lay at the site when the recorded job began: the agent there may not have had the newest yet."""
-        version = self._of(job).base_version
-        if not self._same_strategy or version not in self._posted:
-            return super().work_for(job, at)
-        return at, self._posted[version]
+    def take_work(self, job: SimJob, at: float) -> tuple[float, Assignment]:
+        """What the recorded job took when it began: the agent there may not have had the newest yet."""
+        bound = self._of(job).bound
+        if not self._same_strategy or bound is None:
+            return super().take_work(job, at)
+        newest = self.staged[-1][1].version
+        return at, dataclasses.replace(bound, base_version=min(bound.base_version, newest))
 
     def _of(self, job: SimJob) -> JobRecord:
-        return self._records[job.number % len(self._records)]
+        return self._records.get(job.number) or self._in_turn[job.number % len(self._in_turn)]
 
     def submit_seconds(self, job: SimJob) -> float:
         return self._of(job).submit
@@ -186,42 +317,11 @@ class RecordedSite(Site):
     def wait(self, job: SimJob, at: float) -> float:
         return self._of(job).delay
 
-    def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
-        most = self._of(job).most_steps
-        if most is not None:
-            work = dataclasses.replace(work, steps=max(1, min(work.steps, most)))
+    def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> SimCourse:
+        record = self._of(job)
+        if record.most_steps is not None and record.assigned is not None:
+            if self._same_strategy and work.steps == record.assigned:  # the same work: what came of it is known
+                work = dataclasses.replace(work, steps=max(1, record.most_steps), train_budget=None)
+            elif record.most_steps < record.assigned:  # it stopped before: out of time, or told to
+                work = dataclasses.replace(work, steps=max(1, min(work.steps, record.most_steps)))
         return super().course(job, work, at, delay)
-
-
-def simulate_recording(
-    recording: Recording, config: Config, listeners: Sequence[Listener] = ()
-) -> dict[tuple[str, int], tuple[str, int | None]]:
-    """Run the config's strategy over the recording, in virtual time; the fate of every update."""
-    same = config.run.strategy == recording.strategy
-    sites = [
-        RecordedSite(i, f.name, recording.jobs[f.name], config, same_strategy=same)
-        for i, f in enumerate(config.facility)
-    ]
-    fates: dict[tuple[str, int], tuple[str, int | None]] = {}
-
-    def collect(event: object, commands: Sequence[object]) -> None:
-        for command in commands:
-            if isinstance(command, Record) and command.kind == "fate":
-                facts = command.facts
-                version = facts.get("version")
-                fates[str(facts["job"]), int(facts["attempt"] or 0)] = (
-                    str(facts["fate"]),
-                    version if isinstance(version, int) else None,
-                )
-
-    typical = fmean(recording.model_seconds.values()) if recording.model_seconds else 0.0
-    strategy = make_strategy(config, recording.plan)
-    Simulation(
-        config,
-        sites,
-        TimingOnly(0.0),
-        strategy,
-        [collect, *listeners],
-        aggregate_seconds=lambda version: recording.model_seconds.get(version, typical),
-    ).run()
-    return fates

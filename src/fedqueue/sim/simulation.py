@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from fedqueue.budget import bind
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
 from fedqueue.messages import (
@@ -206,8 +205,7 @@ class Simulation:
             return
         job.state = "running"
         if job.binds_itself:
-            job.work_staged_at, standing = site.work_for(job, self._now)
-            job.work = bind(standing, self._now)
+            job.work_staged_at, job.work = site.take_work(job, self._now)
         assert job.work is not None
         delay = job.started_at - job.eligible_at
         ago = site.news_seconds(job)

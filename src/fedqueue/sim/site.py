@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from fedqueue.budget import ROUNDING, linger_until
+from fedqueue.budget import ROUNDING, bind, linger_until
 from fedqueue.config import Config, FacilitySettings
 from fedqueue.errors import ConfigError
 from fedqueue.messages import Assignment, Event, JobId, Order, Standing, sequence_of
@@ -116,9 +116,10 @@ class Site:
         """From the end of a job to the arrival of its update."""
         return self.transfer_seconds(megabytes)
 
-    def work_for(self, job: SimJob, at: float) -> tuple[float, Standing]:
-        """The standing work that a job takes now, and since when it has been on site."""
-        return self.standing(at)
+    def take_work(self, job: SimJob, at: float) -> tuple[float, Assignment]:
+        """What a job takes now from the standing work, and since when that has been on site."""
+        staged_at, standing = self.standing(at)
+        return staged_at, bind(standing, at)
 
     def linger_until(self, job: SimJob, at: float) -> float | None:
         """Until when a job that starts now waits for a newer model; None: it takes what there is."""
