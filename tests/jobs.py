@@ -78,7 +78,10 @@ def make_job(
         **changes,
     }
     (folder / "order.json").write_text(json.dumps(order))
-    (folder / f"attempt-{attempt}" / "started").write_text(f"{time.time() if started is None else started:.6f}\n")
+    stamp = folder / f"attempt-{attempt}" / "started"
+    stamp.write_text("somewhere\n")
+    if started is not None:
+        os.utime(stamp, (started, started))
     return {"FEDQUEUE_JOB": str(folder), "FEDQUEUE_ATTEMPT": str(attempt)}
 
 

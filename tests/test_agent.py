@@ -100,7 +100,7 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
 
 def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
-    shelf = Shelf(tmp_path, Coordinator(), lambda *_: None)  # type: ignore[arg-type]
+    shelf = Shelf(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
     evaluation = Evaluation(station, shelf, None)
     model = {"version": 3, "sha256": "a" * 64}
     shelf.path(model).write_bytes(b"bytes")
@@ -120,7 +120,7 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
 
 
 def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, Coordinator(), lambda *_: None)  # type: ignore[arg-type]
+    shelf = Shelf(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
     evaluation = Evaluation(station, shelf, None)
     model = {"version": 3, "sha256": "a" * 64}
     shelf.path(model).write_bytes(b"bytes")

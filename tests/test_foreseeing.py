@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedqueue.filetime import FileClock
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.trace import write_log
 from fedqueue.ledger import FILE, LedgerReader
@@ -49,23 +50,33 @@ class Oracle:
         return self.queue
 
 
+class Clock(FileClock):
+    """The file system's clock as a test sets it."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def now(self) -> float:
+        return self._home.now
+
+
 class Home:
     """An agent's home, and what its journal says of jobs."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
         self.scheduler = Oracle()
         self.said: list[str] = []
         self.now = 1000.0
         self._settings = AgentSettings(home="home", command="true", forecast_seconds=1e-9, **settings)
-        monkeypatch.setattr("time.time", lambda: self.now)
+        self._clock = Clock(self)
         self.visit()
 
     def visit(self) -> None:
         """A new process of the agent."""
         scheduler: Any = self.scheduler
         self.close()
-        self.notes = Notes(self.path)
+        self.notes = Notes(self.path, self._clock)
         station = Station(
             AgentConfig(agent=self._settings), self.path, "north", scheduler, self.notes, self.said.append
         )
@@ -95,13 +106,13 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Home]]:
+def home(tmp_path: Path) -> Iterator[Callable[..., Home]]:
     homes: list[Home] = []
 
     def make(**settings: Any) -> Home:
         path = tmp_path / f"home-{len(homes)}"
         path.mkdir()
-        homes.append(Home(path, monkeypatch, **settings))
+        homes.append(Home(path, **settings))
         return homes[-1]
 
     yield make

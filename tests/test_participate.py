@@ -379,7 +379,6 @@ def test_dry_run_writes_beside_the_script_and_keeps_earlier_ones(
         ("order.json", "{", "is not JSON"),
         ("order.json", '{"protocol": 9}', "protocol must be 2 or 1, found 9"),
         ("order.json", '{"protocol": 1}', "must be of type str, found None"),
-        ("attempt-0/started", "noon", "must hold a time"),
     ],
 )
 def test_damaged_job_folder_is_an_error_of_one_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -30,7 +29,6 @@ from tests.faults.harness import (
     COORDINATOR,
     FACILITIES,
     SOURCE,
-    WORKER,
     Run,
     free_port,
     tree_of,
@@ -312,33 +310,3 @@ def test_a_facility_whose_agent_lost_its_home_gives_its_jobs_up_and_goes_on(tmp_
         (given_up,) = [event for event in story.events(JobFailed) if event.job_id == "north/1"]
         assert "lost its journal" in given_up.reason
         assert len(updates(story, "north")) >= 3
-
-
-def test_a_facility_whose_clock_is_minutes_off_is_as_good_as_another(tmp_path: Path) -> None:
-    tree = tree_of("jit", rounds=5, port=free_port(), options={"min_steps": 3})
-    tree["run"]["round_length"] = 1.0
-    shim = tmp_path / "shim"
-    shim.mkdir()
-    (shim / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 420.0\n")
-    (shim / "date").write_text('#!/bin/bash\nexec /bin/date --date="+420 seconds" "$@"\n')
-    (shim / "date").chmod(0o755)
-    with Run(tmp_path, tree) as run:
-        wishes = json.dumps({})
-        command = f"{sys.executable} {WORKER} '{wishes}'"
-        run.write_agent("south", {"command": command}, {})
-        run.actors["south"].environment = {
-            "PATH": f"{shim}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{shim}:{SOURCE}",
-        }
-        run.start()
-        run.run_to_end()
-        story = check(run, rounds=5)
-        for event in story.events(JobStarted):
-            assert event.ago < 60.0
-            assert event.admission_delay < 60.0
-        fates = dict(story.fates)
-        assert any(fates[key] == "aggregated" for key in updates(story, "south"))
-        bound = [e.bound for e in story.events(JobStarted) if e.bound is not None and e.job_id.startswith("south/")]
-        assert bound
-        assert all(work.train_budget is not None and work.train_budget < 10.0 for work in bound)
-        ended_with(run)

@@ -53,12 +53,18 @@ def wait_for(path: str) -> None:
         time.sleep(0.02)
 
 
+def stamp_of(path: str) -> float:
+    """When it was written, by the clock of the file system."""
+    return os.stat(path).st_mtime
+
+
 def bind(order: dict[str, Any], folder: str, started: float) -> dict[str, Any]:
     """Take standing work, roughly as fit.py does."""
     wait_for(order["standing"])
     with open(order["standing"], encoding="utf-8") as file:
         standing = json.load(file)
-    now = time.time()
+    write_whole(f"{folder}/.now", b"")
+    now = stamp_of(f"{folder}/.now")
     index, budget = 0, standing["next_cutoff"] - standing["overhead"] - started
     while budget < standing["min_steps"] / standing["steps_per_second"]:
         index, budget = index + 1, budget + standing["round_length"]
@@ -100,8 +106,7 @@ def main() -> None:
     odd = wishes.get("odd", {}).get(order["job_id"].rpartition("/")[2])
     if attempt > 0:
         odd = "hang" if odd == "signal" else None
-    with open(f"{folder}/started", encoding="utf-8") as file:
-        started = float(file.read())
+    started = stamp_of(f"{folder}/started")
     work = {**order["assignment"], "model": order["model"]} if order["assignment"] else bind(order, folder, started)
     wait_for(work["model"])
     began = time.time()

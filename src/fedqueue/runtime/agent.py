@@ -61,7 +61,7 @@ class Agent:
         self._met = False  # the coordinator, since we started
         self._client = client
         self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
-        self._shelf = Shelf(home, client, self._station.trouble)
+        self._shelf = Shelf(home, client, self._station.clock, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
         self._evaluation = Evaluation(self._station, self._shelf, self._worker)
         self._delivery = Delivery(self._station, client)
@@ -91,6 +91,7 @@ class Agent:
         self._reached = False
         try:
             self._lease.renew()
+            self._station.clock.read()
             if not self._met:
                 self._tell_and_do()  # before anything is noted: was one of us set back?
             self._watching.look()
@@ -179,7 +180,7 @@ class Agent:
         answer = self._ask()
         if answer is None:
             return
-        received_at = time.time()
+        received_at = self._station.clock.now()
         self._station.fine("coordinator")
         self._compare(answer["received"])
         if answer["over"] != memory.over:  # noted: who is killed on its way out need not find the coordinator again
@@ -246,12 +247,11 @@ class Agent:
         folders = [self._station.folder(work) for work in self._memory.works.values() if not work.order["assignment"]]
         return {bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
 
-    @staticmethod
-    def _said_now(n: int, report: Mapping[str, Any]) -> dict[str, Any]:
+    def _said_now(self, n: int, report: Mapping[str, Any]) -> dict[str, Any]:
         """A report as it is sent: how long ago, instead of when."""
         said = {key: value for key, value in report.items() if key not in ("at", "took_work_at")}
         if said["kind"] == "started":
-            said["ago"] = max(0.0, time.time() - report["took_work_at"])
+            said["ago"] = max(0.0, self._station.clock.now() - report["took_work_at"])
         return {"n": n, **said}
 
     def _take_order(self, order: dict[str, Any]) -> None:
@@ -264,7 +264,9 @@ class Agent:
             self._station.notes.note(report)
         elif len(memory.works) < MOST_ORDERS:
             named = {**order, "name": self._name(sequence)}
-            self._station.notes.note({"kind": "order", "sequence": sequence, "at": time.time(), "order": named})
+            self._station.notes.note(
+                {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": named}
+            )
             failpoint("agent.ordered")
 
     def _name(self, sequence: int) -> str:
@@ -291,8 +293,8 @@ class Agent:
             "model": None,
         }
         self._station.notes.note(
-            {"kind": "order", "sequence": sequence, "at": time.time(), "order": order},
-            {"kind": "intent", "sequence": sequence, "at": time.time()},
+            {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": order},
+            {"kind": "intent", "sequence": sequence, "at": self._station.clock.now()},
             {"kind": "cancel", "sequence": sequence},
         )
 
@@ -316,7 +318,7 @@ class Agent:
             if found is None and folder.attempts():
                 found = "forgotten"  # it ran, and the scheduler no longer knows it
             if found is not None:
-                self._submitted(work, found, work.asked_at or time.time())
+                self._submitted(work, found, work.asked_at or self._station.clock.now())
                 return
             if work.cancelled:
                 self._station.notes.note(self._station.closing(work, 0.0))
@@ -335,14 +337,14 @@ class Agent:
             after=before.scheduler_id if before is not None and before.ended < before.attempt else None,
         )
         failpoint("agent.prepared")
-        asked_at = time.time()
+        asked_at = self._station.clock.now()
         if not work.intended:
             self._station.notes.note({"kind": "intent", "sequence": work.sequence, "at": asked_at})
         work.asked_at = asked_at
         failpoint("agent.intended")
         scheduler_id = self._station.scheduler.submit(request)
         failpoint("agent.submitted")
-        self._submitted(work, scheduler_id, time.time())
+        self._submitted(work, scheduler_id, self._station.clock.now())
 
     def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
         report = self._station.notes.report(kind="submitted", sequence=work.sequence)

@@ -152,7 +152,7 @@ class Evaluation:
 
     def _count(self, folder: JobFolder) -> None:
         """What it held of the facility's node-hours."""
-        stamp, result = folder.started(folder.attempts() - 1), folder.result(folder.attempts() - 1)
+        stamp, finished = folder.started(folder.attempts() - 1), folder.finished(folder.attempts() - 1)
         if stamp is not None:
-            held = max(0.0, (result.finished_at if result is not None else time.time()) - stamp)
+            held = max(0.0, (finished or self._station.clock.now()) - stamp)
             self._station.notes.note({"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes})

@@ -85,7 +85,7 @@ class Foreseeing:
 
     def _look(self, sight: Sight) -> None:
         newest = max(self._station.memory.works.values(), key=lambda work: work.sequence)
-        found = sight.forecast(time.time(), float(newest.order["wall_seconds"]))
+        found = sight.forecast(self._station.clock.now(), float(newest.order["wall_seconds"]))
         self._station.fine("forecast")
         if found is None or (self._sent is not None and not _differs(found, self._sent)):
             return
@@ -153,7 +153,7 @@ class ByEstimates:
         return self._forecaster.forecast(now, estimate)
 
     def submitted(self, work: Work) -> None:
-        at, estimate = self._open.get(work.sequence, (work.submitted_at or time.time(), self._estimate))
+        at, estimate = self._open.get(work.sequence, (work.submitted_at or self._station.clock.now(), self._estimate))
         self._open[work.sequence] = at, estimate
         self._forecaster.submitted(work.sequence, at, estimate)
         self._write()

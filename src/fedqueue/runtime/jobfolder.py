@@ -28,7 +28,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class BoundFile:
-    """bound.json: what a job took from standing work. Times are of the facility's clock."""
+    """bound.json: what a job took from standing work. When it did so, the file's own stamp says."""
 
     standing: int
     cutoff_index: int
@@ -53,7 +53,7 @@ class BoundFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """result.json: the job's own word that it is done."""
+    """result.json: the job's own word that it is done. When it was, the file's own stamp says."""
 
     base_version: int
     steps_done: int
@@ -124,11 +124,14 @@ class JobFolder:
         return self.path / f"attempt-{number}"
 
     def started(self, number: int) -> float | None:
-        """When it began, by its own clock."""
-        try:
-            return float((self.attempt(number) / "started").read_text())
-        except (OSError, ValueError):
-            return None
+        """When it began, by the clock of the file system; so are the next two."""
+        return _stamp(self.attempt(number) / "started")
+
+    def took_work(self, number: int) -> float | None:
+        return _stamp(self.attempt(number) / "bound.json")
+
+    def finished(self, number: int) -> float | None:
+        return _stamp(self.attempt(number) / "result.json")
 
     def bound(self, number: int) -> BoundFile | None:
         return _read(BoundFile, self.attempt(number) / "bound.json")
@@ -146,6 +149,13 @@ class JobFolder:
     def drop_updates(self) -> None:
         for path in self.path.glob("attempt-*/update.safetensors*"):
             path.unlink(missing_ok=True)
+
+
+def _stamp(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _read(kind: type[T], path: Path) -> T | None:
@@ -176,7 +186,7 @@ def script(
         "  attempt=$((attempt + 1))",
         '  [ "$attempt" -gt 10000 ] && { echo "fedqueue: cannot make a folder in $job" >&2; exit 73; }',
         "done",
-        'date +%s.%N > "$job/attempt-$attempt/.started" && mv "$job/attempt-$attempt/.started" '
+        'uname -n > "$job/attempt-$attempt/.started" && mv "$job/attempt-$attempt/.started" '  # its stamp counts
         '"$job/attempt-$attempt/started" || exit 74',
         'export FEDQUEUE_JOB="$job" FEDQUEUE_ATTEMPT="$attempt"',
     ]

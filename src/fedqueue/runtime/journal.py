@@ -12,13 +12,13 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
 from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.filetime import FileClock
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.store import sync
 
@@ -134,7 +134,7 @@ class Lease:
     def __init__(self, home: Path, seconds: float) -> None:
         self._path = home / LEASE
         self._seconds = seconds
-        # On one host the lock decides at once; across hosts, where locks may not reach, the time in the file does.
+        # On one host the lock decides at once; across hosts, where locks may not reach, the file's age does.
         self._lock = (home / f".{LEASE}.{socket.gethostname()}.lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,8 +142,8 @@ class Lease:
             self._lock.close()
             raise LeaseError(f"{home}: an agent for this facility runs on this host; stop it first") from None
         held = self._read()
-        if held is not None and held["host"] != socket.gethostname() and held["until"] > time.time():
-            left = held["until"] - time.time()
+        left = held["seconds"] - self._age(home) if held is not None else 0.0
+        if held is not None and held["host"] != socket.gethostname() and left > 0:
             self._lock.close()
             raise LeaseError(
                 f"{home}: the agent of this facility runs on {held['host']} (process {held['pid']}); "
@@ -157,7 +157,7 @@ class Lease:
         held = self._read()
         if held is not None and held["generation"] > self.generation:
             raise LeaseError(f"{self._path}: an agent on {held['host']} has taken over; this one ends")
-        self._write(time.time() + self._seconds)
+        self._write(self._seconds)
 
     def release(self) -> None:
         held = self._read()
@@ -165,8 +165,12 @@ class Lease:
             self._write(0.0)
         self._lock.close()
 
-    def _write(self, until: float) -> None:
-        lease = {"host": socket.gethostname(), "pid": os.getpid(), "generation": self.generation, "until": until}
+    def _age(self, home: Path) -> float:
+        """Seconds since it was written, by the clock of the file system."""
+        return FileClock(home).now() - self._path.stat().st_mtime
+
+    def _write(self, seconds: float) -> None:
+        lease = {"host": socket.gethostname(), "pid": os.getpid(), "generation": self.generation, "seconds": seconds}
         beside = self._path.with_name(f".{LEASE}.{socket.gethostname()}.part")
         try:
             beside.write_text(json.dumps(lease))
@@ -180,4 +184,4 @@ class Lease:
             held = json.loads(self._path.read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return held if isinstance(held, dict) and {"host", "pid", "generation", "until"} <= set(held) else None
+        return held if isinstance(held, dict) and {"host", "pid", "generation", "seconds"} <= set(held) else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.filetime import FileClock
 from fedqueue.runs import write_json
 from fedqueue.runtime.failpoints import failpoint
 from fedqueue.runtime.transport import Client
@@ -23,9 +23,10 @@ DRIFT_SECONDS: Final = 0.25
 
 
 class Shelf:
-    def __init__(self, home: Path, client: Client, trouble: Callable[[str, str], None]) -> None:
+    def __init__(self, home: Path, client: Client, clock: FileClock, trouble: Callable[[str, str], None]) -> None:
         """`trouble` is told where and what it is."""
         self._trouble = trouble
+        self._clock = clock
         self.home = home
         self._models = home / "models"
         self._models.mkdir(exist_ok=True)
@@ -57,7 +58,7 @@ class Shelf:
                 path.unlink(missing_ok=True)
 
     def want(self, standing: Mapping[str, Any] | None, received_at: float) -> None:
-        """The newest standing work; it is laid out once its model is here."""
+        """The newest standing work, with its cutoff by the clock that jobs read; laid out once its model is here."""
         if standing is not None:
             fields = {key: value for key, value in standing.items() if key not in ("next_cutoff_in", "model")}
             path = self.path(standing["model"])
@@ -83,7 +84,7 @@ class Shelf:
             if whole in needed or whole in self._fetching or path.name.partition("-")[0] in in_use:
                 continue
             # A job may have read the standing work just before it changed: a model stays for a while.
-            if time.time() - path.stat().st_mtime > GRACE_SECONDS:
+            if self._clock.now() - path.stat().st_mtime > GRACE_SECONDS:
                 path.unlink(missing_ok=True)
 
     def _lay_out(self) -> None:

@@ -13,6 +13,7 @@ from fedqueue.errors import StorageError
 WORKER_FILES: Final = (
     "__init__.py",
     "errors.py",
+    "filetime.py",
     "fit.py",
     "integrations/__init__.py",
     "integrations/huggingface.py",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue.filetime import FileClock
 from fedqueue.runtime.agent_settings import AgentConfig
 from fedqueue.runtime.jobfolder import JobFolder
 from fedqueue.runtime.reports import MOST_TROUBLES, REASON_LENGTH, one_line
@@ -46,6 +47,10 @@ class Station:
     @property
     def memory(self) -> Memory:
         return self.notes.memory
+
+    @property
+    def clock(self) -> FileClock:
+        return self.notes.clock
 
     @property
     def nodes(self) -> int:
@@ -111,7 +116,7 @@ class Station:
         held = held_seconds
         if held is None:
             stamp = self.folder(work).started(max(newest, 0))
-            held = max(0.0, time.time() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
+            held = max(0.0, self.clock.now() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
         self.say(f"job {work.sequence} failed: {reason}")
         self.notes.note(
             self.notes.report(
@@ -131,31 +136,30 @@ class Station:
         the delay has passed, then after twice as long: however wrong the delay in the config is, the job ends."""
         if work.cancel_sent_at is not None:
             patience = self.scheduling.kill_delay_seconds * 2.0 ** min(work.cancels_sent, MOST_DOUBLINGS)
-            if 0 <= time.time() - work.cancel_sent_at < patience:  # less than 0: the clock was set back
+            if 0 <= self.clock.now() - work.cancel_sent_at < patience:  # less than 0: the clock was set back
                 return True
         try:
             self.scheduler.cancel(work.scheduler_id or "")
         except SchedulerUnreachableError as error:
             self.trouble("scheduler", f"the scheduler did not answer: {error}")
             return False
-        self.notes.note({"kind": "cancel_sent", "sequence": work.sequence, "at": time.time()})
+        self.notes.note({"kind": "cancel_sent", "sequence": work.sequence, "at": self.clock.now()})
         return True
 
     def held(self, work: Work) -> float:
         folder = self.folder(work)
         stamp = folder.started(work.attempt)
-        result = folder.result(work.attempt)
         if stamp is None:
             return 0.0
-        return max(0.0, (result.finished_at if result is not None else time.time()) - stamp)
+        return max(0.0, (folder.finished(work.attempt) or self.clock.now()) - stamp)
 
     def held_in_all(self, work: Work, status: JobStatus | None) -> float:
         """By a job that is over, in this attempt and in what its scheduler ran thereafter; `status` is its last."""
-        folder, held, end = self.folder(work), [], time.time()
+        folder, held, end = self.folder(work), [], self.clock.now()
         for attempt in reversed(range(work.attempt, folder.attempts())):
-            result, stamp = folder.result(attempt), folder.started(attempt)
+            stamp = folder.started(attempt)
             if stamp is not None:
-                held.append((result.finished_at if result is not None else end) - stamp)
+                held.append((folder.finished(attempt) or end) - stamp)
                 end = stamp
         if held and status is not None and status.started_at is not None and status.ended_at is not None:
             held[0] = status.ended_at - status.started_at

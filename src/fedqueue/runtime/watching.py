@@ -18,7 +18,7 @@ from fedqueue.runtime.station import Station
 from fedqueue.runtime.works import Work
 
 DISAGREE_SECONDS: Final = 60.0
-"""Scheduler and job may differ about the start by so much; beyond it the job's own stamp counts."""
+"""A job cannot have waited for longer than since it was submitted, by more than so much; else its own stamp counts."""
 
 PARTING_SECONDS: Final = 120.0
 """For a job to end after its update is in: a script may have something left to do."""
@@ -99,7 +99,7 @@ class Watching:
             self._see_start(work, folder, newest, status, asked=statuses is not None)
         if work.started == newest == work.attempt and (result := folder.result(newest)) is not None:
             work.missing_since = None
-            stamp = folder.started(newest) or result.began_at
+            began, finished = folder.started(newest), folder.finished(newest)
             self._station.notes.note(
                 self._station.notes.report(
                     kind="ended",
@@ -107,7 +107,7 @@ class Watching:
                     attempt=newest,
                     steps_done=result.steps_done,
                     train_seconds=result.train_seconds,
-                    held_seconds=max(0.0, result.finished_at - stamp),
+                    held_seconds=max(0.0, finished - began) if began is not None and finished is not None else 0.0,
                 )
             )
         elif statuses is not None:
@@ -133,8 +133,8 @@ class Watching:
         if newest <= work.attempt and not waits:
             self._taken_back.pop(work.sequence, None)
             return
-        since = self._taken_back.setdefault(work.sequence, time.time())
-        if newest <= work.attempt and time.time() - since < self._station.settings.grace_seconds:
+        since = self._taken_back.setdefault(work.sequence, self._station.clock.now())
+        if newest <= work.attempt and self._station.clock.now() - since < self._station.settings.grace_seconds:
             return
         held = self._held_until_requeue(work, folder, newest, since)
         reason = (status.reason if status is not None else "") or "taken back into the queue"
@@ -166,7 +166,8 @@ class Watching:
         not_yet = status is not None and status.phase == "running" and status.started_at is None
         if (not asked or not_yet) and folder.result(newest) is None:
             return  # the scheduler's times will come
-        took_work_at = stamp if bound is None else bound.bound_at - bound.startup_seconds
+        took_work = folder.took_work(newest) if bound is not None else None
+        took_work_at = stamp if bound is None or took_work is None else took_work - bound.startup_seconds
         self._station.notes.note(
             self._station.notes.report(
                 kind="started",
@@ -180,12 +181,15 @@ class Watching:
         )
 
     def _admission_delay(self, work: Work, attempt: int, stamp: float, status: JobStatus | None) -> float:
-        """Start minus eligible, both by the scheduler's clock; checked against the job's own stamp."""
+        """Start minus eligible, both by the scheduler's clock, which nothing else is compared with."""
         if status is not None and status.started_at is not None and status.eligible_at is not None:
-            if abs(status.started_at - stamp) <= DISAGREE_SECONDS:
-                return max(0.0, status.started_at - status.eligible_at)
+            waited = status.started_at - status.eligible_at
+            there = self._station.folder(work).started(attempt - 1) if attempt > 0 else work.asked_at
+            if there is None or waited <= stamp - there + DISAGREE_SECONDS:
+                return max(0.0, waited)
             self._station.say(
-                f"job {work.sequence}: the scheduler's start and the job's own stamp differ; the stamp counts"
+                f"job {work.sequence}: its scheduler says that it waited for {waited:.0f} s, and it was there for "
+                f"{stamp - there:.0f}; that counts"
             )
         eligible = work.requeued_at if attempt > 0 else work.submitted_at
         before = self._station.folder(work).started(attempt - 1) if attempt > 0 else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedqueue.filetime import FileClock
 from fedqueue.runtime.journal import COMPACT_LINES, Journal
 
 
 @dataclass(slots=True)
 class Work:
-    """One order. Times are of the facility's clock."""
+    """One order. Times are those of the shared file system (filetime.py)."""
 
     sequence: int
     order: dict[str, Any]
@@ -57,8 +57,9 @@ class Memory:
 class Notes:
     """The agent's memory, and the only one who writes to its journal."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, clock: FileClock | None = None) -> None:
         self._journal = Journal(home)
+        self.clock = clock or FileClock(home)
         self.memory = Memory()
         for entry in self._journal.lines():
             self._apply(entry)
@@ -77,7 +78,7 @@ class Notes:
 
     def report(self, **facts: Any) -> dict[str, Any]:
         """A journal entry that tells the coordinator something; `note` it."""
-        return {"kind": "report", "n": self.memory.newest_report + 1, "at": time.time(), "report": facts}
+        return {"kind": "report", "n": self.memory.newest_report + 1, "at": self.clock.now(), "report": facts}
 
     def begin_anew(self, after: int) -> None:
         """Journal and coordinator are of different days: number reports from 1 on, without those up to `after`. The

@@ -1,6 +1,6 @@
 """Which job this process is, and what it is to do: assigned beforehand, or taken from the standing work when it starts.
 
-Part of the worker: Python 3.9 and the standard library. Times are epoch seconds of the facility's clock.
+Part of the worker: Python 3.9 and the standard library. Times are those of the shared file system (filetime.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedqueue import PROTOCOL
+from fedqueue.filetime import FileClock
 from fedqueue.fit import StandingWork, fit, linger_until
 from fedqueue.training.distributed import Ranks
 from fedqueue.training.handin import (
@@ -71,14 +72,17 @@ class Job(NamedTuple):
     wall_seconds: float
     standing: Path | None  # where to take work from, if none is assigned
     assignment: Assignment | None
+    clock: FileClock
 
     @property
-    def wall_end(self) -> float:
-        return self.started_at + self.wall_seconds
+    def wall_left(self) -> float:
+        """Seconds until the scheduler ends the job."""
+        return self.started_at + self.wall_seconds - self.clock.now()
 
 
-def this_job(environment: Mapping[str, str], entered_at: float) -> Job | None:
+def this_job(environment: Mapping[str, str]) -> Job | None:
     """The job that the batch script names; None outside one."""
+    entered = time.monotonic()
     named = environment.get("FEDQUEUE_JOB")
     if not named:
         return None
@@ -90,7 +94,7 @@ def this_job(environment: Mapping[str, str], entered_at: float) -> Job | None:
             "FEDQUEUE_JOB is set but FEDQUEUE_ATTEMPT is not a number; start jobs by job.sh"
         ) from error
     where = folder / "order.json"
-    order = read_json(where, entered_at + FILE_PATIENCE)
+    order = read_json(where, entered + FILE_PATIENCE)
     if order.get("protocol") not in (PROTOCOL, PROTOCOL - 1):
         spoken = f"{PROTOCOL} or {PROTOCOL - 1}"
         raise ParticipateError(f"{where}: protocol must be {spoken}, found {order.get('protocol')!r}")
@@ -99,20 +103,24 @@ def this_job(environment: Mapping[str, str], entered_at: float) -> Job | None:
     if assigned is not None:
         record = field(order, "assignment", dict, where)
         assignment = Assignment.read(record, field(order, "model", str, where), where)
+    started = folder / f"attempt-{attempt}" / "started"
+    read_text(started, entered + FILE_PATIENCE)
+    clock = FileClock(started.parent)
     return Job(
         job_id=field(order, "job_id", str, where),
         facility=field(order, "facility", str, where),
         round=field(order, "round", int, where),
         attempt=attempt,
         purpose=field(order, "purpose", str, where),
-        folder=folder / f"attempt-{attempt}",
+        folder=started.parent,
         state_dir=_made(Path(field(order, "state_dir", str, where))),
         nodes=count_nodes(environment) if nodes is None else field(order, "nodes", int, where),
-        entered_at=entered_at,
-        started_at=_read_time(folder / f"attempt-{attempt}" / "started", entered_at + FILE_PATIENCE),
+        entered_at=clock.now() - (time.monotonic() - entered),
+        started_at=started.stat().st_mtime,
         wall_seconds=field(order, "wall_seconds", float, where),
         standing=None if assignment else Path(field(order, "standing", str, where)),
         assignment=assignment,
+        clock=clock,
     )
 
 
@@ -138,7 +146,7 @@ def dry_run_job(settings: Mapping[str, Any] | None, ranks: Ranks) -> Job:
             break
         except FileExistsError:
             attempt += 1
-    now = time.time()
+    clock = FileClock(home)
     return Job(
         job_id="dry-run/0",
         facility="dry-run",
@@ -148,11 +156,12 @@ def dry_run_job(settings: Mapping[str, Any] | None, ranks: Ranks) -> Job:
         folder=home / f"attempt-{attempt}",
         state_dir=state_dir,
         nodes=1,
-        entered_at=now,
-        started_at=now,
+        entered_at=clock.now(),
+        started_at=clock.now(),
         wall_seconds=inf,
         standing=None,
         assignment=Assignment.read(record, model, "dry_run"),
+        clock=clock,
     )
 
 
@@ -167,16 +176,16 @@ def take_work(job: Job, hurried: Callable[[], bool]) -> Assignment:
     if shared.exists():  # a launcher restarted the processes: the same job, so the same work
         return await_assignment(job)
     taken = job.assignment or _bind(job, hurried)
-    _await_model(taken.model, job.wall_end, hurried)
+    _await_model(job, taken.model, hurried)
     write_json(shared, {**taken._asdict(), "model": str(taken.model)})
     return taken
 
 
-def _await_model(path: Path, wall_end: float, hurried: Callable[[], bool]) -> None:
+def _await_model(job: Job, path: Path, hurried: Callable[[], bool]) -> None:
     """A model may still be on its way to the site: it travels while the job is in the queue."""
     told = False
     while not path.is_file():
-        if time.time() > wall_end or hurried():
+        if job.wall_left < 0 or hurried():
             raise ParticipateError(f"{path}: the model did not come in time; look at the agent's log")
         if not told:
             say(f"waiting for the model {path.name}")
@@ -187,23 +196,23 @@ def _await_model(path: Path, wall_end: float, hurried: Callable[[], bool]) -> No
 def await_assignment(job: Job) -> Assignment:
     """For the other ranks: what the first one took."""
     where = job.folder / "assignment.json"
-    record = read_json(where, job.wall_end)
+    record = read_json(where, time.monotonic() + job.wall_left)
     return Assignment.read(record, field(record, "model", str, where), where)
 
 
 def _bind(job: Job, hurried: Callable[[], bool]) -> Assignment:
     assert job.standing is not None
-    number, standing, model = _read_standing(job.standing, job.entered_at + FILE_PATIENCE)
+    number, standing, model = _read_standing(job.standing, FILE_PATIENCE)
     until = None if job.purpose == "evaluate" else linger_until(standing, job.entered_at)
     if until is not None:
         version = standing.version
-        while time.time() < until and not hurried():
+        while job.clock.now() < until and not hurried():
             time.sleep(POLL_SECONDS)
-            number, standing, model = _read_standing(job.standing, until)
-            if standing.version > version or linger_until(standing, time.time()) is None:
+            number, standing, model = _read_standing(job.standing, until - job.clock.now())
+            if standing.version > version or linger_until(standing, job.clock.now()) is None:
                 break
     # The learned overhead has the start-up in it, which is over; so we count as if we had started that much earlier.
-    bound_at = time.time()
+    bound_at = job.clock.now()
     startup = max(0.0, job.entered_at - job.started_at)
     found = fit(standing, bound_at - startup)
     record = {
@@ -221,8 +230,8 @@ def _bind(job: Job, hurried: Callable[[], bool]) -> Assignment:
     return Assignment(standing.version, found.steps, found.learning_rate, found.train_budget, Path(model))
 
 
-def _read_standing(path: Path, wait_until: float) -> tuple[int, StandingWork, str]:
-    record = read_json(path, wait_until)
+def _read_standing(path: Path, patience: float) -> tuple[int, StandingWork, str]:
+    record = read_json(path, time.monotonic() + patience)
     least = record.get("least_steps")
     standing = StandingWork(
         version=field(record, "version", int, path),
@@ -255,14 +264,6 @@ def count_nodes(environment: Mapping[str, str]) -> int:
     except OSError:
         hosts = []
     return len(set(hosts)) or 1
-
-
-def _read_time(path: Path, wait_until: float) -> float:
-    text = read_text(path, wait_until)
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ParticipateError(f"{path}: must hold a time in seconds, found {text[:40]!r}") from error
 
 
 def _made(folder: Path) -> Path:

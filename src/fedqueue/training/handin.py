@@ -41,13 +41,13 @@ class ParticipateError(FedQueueError):
 
 
 def read_text(path: Path, wait_until: float = 0.0) -> str:
-    """A small file; waits for it until `wait_until`, by the epoch clock."""
+    """A small file; waits for it until `wait_until`, by `time.monotonic`."""
     while True:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             # Not there yet, or a stale handle of a network file system while it is replaced.
-            if time.time() >= wait_until:
+            if time.monotonic() >= wait_until:
                 raise ParticipateError(f"{path}: cannot be read: {describe(error)}") from error
         time.sleep(POLL_SECONDS)
 
@@ -82,7 +82,7 @@ def field(record: Mapping[str, Any], name: str, kind: Any, where: object) -> Any
 
 def read_header(path: Path, wait_until: float) -> Header:
     """Of a safetensors file, without reading the tensors; waits for the file until `wait_until`."""
-    while not path.exists() and time.time() < wait_until:
+    while not path.exists() and time.monotonic() < wait_until:
         time.sleep(POLL_SECONDS)
     try:
         with path.open("rb") as file:

@@ -63,7 +63,7 @@ def participate(dry_run: Mapping[str, Any] | None = None) -> Iterator[Work]:
     script, with results in ./fedqueue-dry-run/; inside a job it is ignored. "seconds" adds a time limit.
     """
     ranks = Ranks.here()
-    job = this_job(os.environ, entered_at=time.time()) or dry_run_job(dry_run, ranks)
+    job = this_job(os.environ) or dry_run_job(dry_run, ranks)
     work = Work(job, ranks)
     with _listening(work):
         try:
@@ -111,12 +111,11 @@ class Work:
         self._job = job
         self._ranks = ranks
         self._memory = job.state_dir / ".fedqueue.json"
-        # The epoch clock may be set while we run; from here on we count by one that is not.
-        self._wall_end = time.perf_counter() + (job.wall_end - time.time()) - self._reserve()
+        self._wall_end = time.perf_counter() + job.wall_left - self._reserve()
         self._told_to_stop = False
         self._taken: Assignment
         self._header: Header = {}
-        self._began_at: float | None = None  # epoch, when the first step began
+        self._began_at: float | None = None  # by the job's clock, when the first step began
         self._first: float | None = None  # the same by perf_counter, as all below
         self._last: float | None = None  # when the last step was over
         self._open: float | None = None  # when the step under way began
@@ -134,7 +133,7 @@ class Work:
         else:
             self._taken = take_work(job, hurried=lambda: self._told_to_stop or time.perf_counter() > self._wall_end)
         # Kept, because the agent may clear away the file of a superseded model while we train.
-        self._header = read_header(self._taken.model, job.entered_at + FILE_PATIENCE)
+        self._header = read_header(self._taken.model, time.monotonic() + FILE_PATIENCE)
 
     def _reserve(self) -> float:
         """Seconds before the wall end at which training stops. Half the time at most: a file system that was slow
@@ -208,7 +207,7 @@ class Work:
         else:
             self._open = time.perf_counter()
             if self._first is None:
-                self._first, self._began_at = self._open, time.time()
+                self._first, self._began_at = self._open, self._job.clock.now()
             return True
         self._end_training()
         return False
@@ -299,7 +298,7 @@ class Work:
             size, digest = write_update(self._job.folder / "update.safetensors", chosen)
         else:
             plain = numbers(metrics)
-        finished_at = time.time()
+        finished_at = self._job.clock.now()
         write_json(
             self._job.folder / "result.json",
             {
