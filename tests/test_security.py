@@ -696,7 +696,8 @@ def _suspects(node: ast.AST) -> Iterator[str]:
             yield called.id
         if isinstance(called, ast.Attribute):
             owner = called.value.id if isinstance(called.value, ast.Name) else ""
-            if (owner, called.attr) in _LOADS or called.attr in _PICKLES:
+            safe = any(keyword.arg == "allow_pickle" for keyword in node.keywords)  # its value is looked at below
+            if ((owner, called.attr) in _LOADS and not safe) or called.attr in _PICKLES:
                 yield f"{owner}.{called.attr}"
             if (owner, called.attr) == ("importlib", "import_module"):
                 yield "importlib.import_module"

@@ -116,7 +116,7 @@ def test_a_run_on_one_machine_that_is_killed_goes_on_from_its_folder(tmp_path: P
 
 
 def test_a_paused_run_whose_coordinator_is_killed_stays_paused(tmp_path: Path) -> None:
-    tree = tree_of("jit", rounds=4, port=free_port(), options={"min_steps": 3})
+    tree = tree_of("jit", rounds=100_000, port=free_port(), options={"min_steps": 3})  # it ends when it is told to
 
     def tell(word: str) -> None:
         argv = [sys.executable, "-m", "fedqueue", word, str(run.folder)]
@@ -131,8 +131,11 @@ def test_a_paused_run_whose_coordinator_is_killed_stays_paused(tmp_path: Path) -
         run.run_until(lambda: run.happened(CoordinatorResumed), "it is back")
         time.sleep(1.5)  # three rounds
         tell("resume")
+        made = len(run.story().versions)
+        run.run_until(lambda: len(run.story().versions) > made, "it goes on")
+        tell("stop")
         run.run_to_end()
-        story = check(run, rounds=4)
+        story = check(run, rounds=made)
         kinds_of = [type(event).__name__ for event, _ in story.steps]
         held = kinds_of[kinds_of.index("RunPaused") : kinds_of.index("RunResumed")]
         assert "CoordinatorResumed" in held

@@ -165,7 +165,7 @@ class ByEstimates:
             return
         left = self._station.scheduler.planned(work.scheduler_id)
         if left is not None:
-            estimate = max(0.0, time.time() - at) + left
+            estimate = max(0.0, self._station.clock.now() - at) + left
             self._open[work.sequence] = at, estimate
             self._forecaster.submitted(work.sequence, at, estimate)
             self._write()

@@ -44,7 +44,9 @@ def stored_config(folder: Path) -> Config:
 
 
 def store_task(config: Config, folder: Path) -> None:
-    """For jobs and scorers, which need not know the rest."""
+    """For jobs and scorers, which need not know the rest. Once: a run's config does not change."""
+    if (folder / TASK).exists():
+        return
     stored = StoredTask(
         task=config.task,
         seed=config.run.seed,

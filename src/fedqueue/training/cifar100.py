@@ -128,7 +128,7 @@ def _samples(part: str) -> Samples:
     kept = data.cache() / "cifar100" / f"{part}-{digest[:16]}.npy"
     try:
         # Processes that read the same file share its memory; what one of them wrote would be its own.
-        pixels = np.load(kept, mmap_mode="c")
+        pixels = np.load(kept, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError):  # not there, or not whole
         pixels = _decode(part, digest)
         _keep(kept, pixels)
@@ -138,7 +138,7 @@ def _samples(part: str) -> Samples:
 def _labels(part: str) -> Mapping[str, Any]:
     path = data.find("cifar100/labels.npz")
     try:
-        with np.load(path) as stored:
+        with np.load(path, allow_pickle=False) as stored:
             return {"fine": stored[f"{part}_fine"], "sha256": str(stored[f"{part}_sha256"])}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
@@ -151,7 +151,7 @@ def _decode(part: str, digest: str) -> Pixels:
     for name in PARTS[part]:
         path = data.find(f"cifar100/{name}.npy.xz")
         try:
-            stored = np.load(io.BytesIO(lzma.decompress(path.read_bytes())))
+            stored = np.load(io.BytesIO(lzma.decompress(path.read_bytes())), allow_pickle=False)
         except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         planes = stored.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
