@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from fedqueue import tensorfile
-from fedqueue.runtime.store import Store
+from fedqueue.coordinator.store import Store
 
 VALUES = 100_000_000
 TENSORS = 100

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from benchmarks.figure import Figure
-from fedqueue.predict import PREDICTORS, make_predictor
+from fedqueue.protocol.predict import PREDICTORS, make_predictor
 
 DELAYS = 1000
 TIMED = 500

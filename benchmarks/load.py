@@ -59,7 +59,7 @@ class Agent(threading.Thread):
 
     def __init__(self, url: str, credential: str, number: int, until: float) -> None:
         super().__init__(daemon=True)
-        from fedqueue.runtime.transport import Client
+        from fedqueue.agent.transport import Client
 
         self._client = Client(url, credential=credential)
         self._journal, self._session = secrets.token_hex(8), secrets.token_hex(8)
@@ -116,7 +116,7 @@ class Agent(threading.Thread):
         return orders
 
     def _hand_in(self, order: dict[str, Any]) -> None:
-        from fedqueue.runtime.transport import update_path
+        from fedqueue.agent.transport import update_path
         from fedqueue.tensorfile import write
 
         self._values[0] = order["sequence"]
@@ -160,7 +160,7 @@ def agents(url: str, credentials: Path) -> None:
 
 
 def measure() -> list[Figure]:
-    from fedqueue.runtime.access import Access
+    from fedqueue.coordinator.access import Access
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
@@ -210,8 +210,8 @@ def serve(config: Path, folder: Path) -> None:
 
     from fedqueue.cli.common import until_interrupted
     from fedqueue.config import parse, read_tree
-    from fedqueue.runtime.opening import store_config
-    from fedqueue.runtime.serve import coordinate
+    from fedqueue.coordinator.run_folder import store_config
+    from fedqueue.coordinator.serve import coordinate
 
     tree = read_tree(config)
     store_config(folder, tree, config.parent)

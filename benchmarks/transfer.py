@@ -44,8 +44,8 @@ def serve(folder: Path, port: str) -> None:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    from fedqueue.runtime import blobs
-    from fedqueue.runtime.connection import Connection
+    from fedqueue.coordinator import transfers as blobs
+    from fedqueue.coordinator.connection import Connection
 
     model = folder / "model"
     etag = (folder / "sha256").read_text()
@@ -96,7 +96,7 @@ def serve(folder: Path, port: str) -> None:
 
 
 def client(what: str, folder: Path, port: str, number: str) -> None:
-    from fedqueue.runtime.transport import Client
+    from fedqueue.agent.transport import Client
 
     agent = Client(f"https://localhost:{port}", ca=folder / "certificate.pem")
     etag = (folder / "sha256").read_text()
@@ -237,7 +237,7 @@ def rates(folder: Path, port: str, beside: str | None) -> dict[str, float]:
 
 def memory(folder: Path, port: str, server: subprocess.Popen[bytes]) -> tuple[float, float, dict[str, float]]:
     """Peaks in MB of the server and of a client, and seconds of checking and aggregating."""
-    from fedqueue.runtime.transport import Client
+    from fedqueue.agent.transport import Client
 
     with ExitStack() as stack:
         commands = [ours("upload", str(folder), port, str(i)) for i in range(UPDATES)]

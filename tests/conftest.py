@@ -13,7 +13,7 @@ import pytest
 
 from fedqueue.cli import main
 from fedqueue.config import Config, parse
-from fedqueue.messages import Command, Event
+from fedqueue.protocol.messages import Command, Event
 from fedqueue.sim.runner import simulate
 
 Trace = list[tuple[Event, list[Command]]]

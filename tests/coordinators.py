@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from fedqueue import tensorfile
+from fedqueue.agent.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.coordinator.access import OPERATOR_FILE
+from fedqueue.coordinator.server import ADDRESS
 from fedqueue.runs import replay
-from fedqueue.runtime.access import OPERATOR_FILE
-from fedqueue.runtime.server import ADDRESS
-from fedqueue.runtime.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
 from tests.slurm import wait_for
 
 FACILITIES = ("north", "south", "south-1")

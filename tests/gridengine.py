@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fedqueue.runtime.schedulers.settings import SgeSettings
+from fedqueue.agent.schedulers.settings import SgeSettings
 from tests.slurm import die_with_parent, free_ports, processes_with, say_missing, wait_for
 
 PROGRAMS = Path("/usr/lib/gridengine")  # what /usr/bin has are wrappers, which look for a cell elsewhere

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedqueue.runtime.schedulers import (
+from fedqueue.agent.schedulers import (
     JobRequest,
     JobStatus,
     LocalScheduler,

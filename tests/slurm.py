@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from fedqueue.runtime.schedulers.settings import SlurmSettings
+from fedqueue.agent.schedulers.settings import SlurmSettings
 
 SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # daemons, also for who is not root
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo")

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import CancelJob
+from fedqueue.protocol.messages import CancelJob
 from tests.faults.harness import WORKER, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_run
 from tests.slurm import Cluster, processes_with, wait_for

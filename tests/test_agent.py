@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent.agent_state import Notes
+from fedqueue.agent.delivery import Delivery
+from fedqueue.agent.evaluation import Evaluation
+from fedqueue.agent.model_cache import Shelf
+from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_scheduler
+from fedqueue.agent.settings import AgentConfig, AgentSettings
+from fedqueue.agent.station import Station
+from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
 from fedqueue.runs import write_json
-from fedqueue.runtime.agent_settings import AgentConfig, AgentSettings
-from fedqueue.runtime.delivery import Delivery
-from fedqueue.runtime.evaluation import Evaluation
-from fedqueue.runtime.schedulers import LocalSettings, SubmitRefusedError, make_scheduler
-from fedqueue.runtime.shelf import Shelf
-from fedqueue.runtime.station import Station
-from fedqueue.runtime.transport import CoordinatorRefusedError, CoordinatorUnreachableError
-from fedqueue.runtime.works import Notes
 from tests.slurm import wait_for
 
 

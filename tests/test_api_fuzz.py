@@ -16,8 +16,16 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
+from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.coordinator.books import Books
+from fedqueue.coordinator.coordinator import Refused
+from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS
+from fedqueue.coordinator.limits import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
+from fedqueue.coordinator.openapi import openapi
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import (
+from fedqueue.metrics import Tally
+from fedqueue.protocol import reports
+from fedqueue.protocol.messages import (
     JobId,
     ModelReady,
     Receipt,
@@ -26,18 +34,10 @@ from fedqueue.messages import (
     UpdateArrived,
     job_id,
 )
-from fedqueue.metrics import Tally
-from fedqueue.plan import FacilityProfile, Plan
-from fedqueue.runtime import reports
-from fedqueue.runtime.api import BODY_LIMIT, ENDPOINTS
-from fedqueue.runtime.books import Books
-from fedqueue.runtime.coordinator import Refused
-from fedqueue.runtime.limits import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
-from fedqueue.runtime.schema import openapi
-from fedqueue.runtime.transport import CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.wire import encode
 from fedqueue.settings import read
-from fedqueue.strategies import STRATEGIES
-from fedqueue.wire import encode
 from tests.conftest import STRATEGY_NAMES
 from tests.coordinators import Facility, Raw, Served, ended, failed, refusal, request, serving, started
 

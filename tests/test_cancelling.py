@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedqueue.cli import main
-from fedqueue.messages import JobStarted
+from fedqueue.protocol.messages import JobStarted
 from tests.faults.harness import Run, free_port, tree_of
 from tests.pbs import StandIn, stand_in
 from tests.slurm import clusters

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedqueue.cli import main
-from fedqueue.strategies import STRATEGIES
+from fedqueue.protocol.strategies import STRATEGIES
 from tests.conftest import check_refusal
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"

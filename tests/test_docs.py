@@ -17,12 +17,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import fedqueue
+from fedqueue.agent.settings import AgentSettings
 from fedqueue.cli import main
 from fedqueue.config import Config, QueueSettings, load
-from fedqueue.messages import ModelReady, Record
-from fedqueue.predict import PREDICTORS
-from fedqueue.runtime.agent_settings import AgentSettings
-from fedqueue.strategies import STRATEGIES
+from fedqueue.protocol.messages import ModelReady, Record
+from fedqueue.protocol.predict import PREDICTORS
+from fedqueue.protocol.strategies import STRATEGIES
 from tests.conftest import STRATEGY_NAMES, commands_of, trace_of
 from tests.test_failures import FAULTS
 from tests.test_strategies import check_invariants

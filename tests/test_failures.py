@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedqueue.config import SimulatorSettings
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Aggregate,
     JobFailed,
     ModelReady,
@@ -21,7 +21,7 @@ from fedqueue.messages import (
     SubmitRefused,
     UpdateArrived,
 )
-from fedqueue.plan import FailurePolicy
+from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.sim.runner import simulate
 from fedqueue.sim.simulation import make_plan, make_strategy
 from fedqueue.sim.site import Site

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
-from fedqueue.roles import buffer_roles
+from fedqueue.protocol.roles import buffer_roles
 from fedqueue.sim.runner import Learned, simulate
 from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
 from fedqueue.training.recorded import SlotJob

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedqueue.budget import LADDER, busy_share, choose_round_length, linger_until, longest_stay, reserve, train_budget
 from fedqueue.config import Config, parse
-from fedqueue.fit import GUARD, fit
-from fedqueue.messages import JobFailed, PostWork, Record, Standing, SubmitJob, TimerFired, UpdateArrived
-from fedqueue.predict import LEVELS, PREDICTORS, Forecast, Predictor, make_predictor
+from fedqueue.protocol.binding_rule import GUARD, fit
+from fedqueue.protocol.budget import (
+    LADDER,
+    busy_share,
+    choose_round_length,
+    linger_until,
+    longest_stay,
+    reserve,
+    train_budget,
+)
+from fedqueue.protocol.messages import JobFailed, PostWork, Record, Standing, SubmitJob, TimerFired, UpdateArrived
+from fedqueue.protocol.predict import LEVELS, PREDICTORS, Forecast, Predictor, make_predictor
 from fedqueue.sim.runner import simulate
 from tests.conftest import commands_of, trace_of
 

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedqueue.agent.schedulers.pbs import read_estimates
+from fedqueue.agent.schedulers.slurm import read_squeue, read_test_only
 from fedqueue.errors import DataError
 from fedqueue.forecasting.boosting import Boosting
 from fedqueue.forecasting.calibration import Calibration
@@ -33,10 +35,8 @@ from fedqueue.forecasting.state import (
     tell_differences,
 )
 from fedqueue.history.joblog import JobLog
-from fedqueue.predict import LEVELS, Forecast
-from fedqueue.predict.logspace import to_log
-from fedqueue.runtime.schedulers.pbs import read_estimates
-from fedqueue.runtime.schedulers.slurm import read_squeue, read_test_only
+from fedqueue.protocol.predict import LEVELS, Forecast
+from fedqueue.protocol.predict.logspace import to_log
 from tests.test_bound import luck
 
 RECORDINGS = Path(os.environ.get("FEDQUEUE_PBS_RECORDINGS") or Path(__file__).parents[2] / "shared" / "facts" / "pbs")

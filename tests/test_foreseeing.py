@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent import live_forecast as foreseeing
+from fedqueue.agent.agent_state import Notes
+from fedqueue.agent.live_forecast import Foreseeing
+from fedqueue.agent.schedulers import SchedulerUnreachableError
+from fedqueue.agent.settings import AgentConfig, AgentSettings
+from fedqueue.agent.station import Station
 from fedqueue.filetime import FileClock
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.trace import write_log
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import ForecastIssued
-from fedqueue.runtime import foreseeing
-from fedqueue.runtime.agent_settings import AgentConfig, AgentSettings
-from fedqueue.runtime.foreseeing import Foreseeing
-from fedqueue.runtime.reports import Foreseen, event_of
-from fedqueue.runtime.schedulers import SchedulerUnreachableError
-from fedqueue.runtime.station import Station
-from fedqueue.runtime.works import Notes
+from fedqueue.protocol.messages import ForecastIssued
+from fedqueue.protocol.reports import Foreseen, event_of
 from tests.coordinators import Served, refusal, serving
 from tests.test_forecasting import one_server
 

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from fedqueue import messages
-from fedqueue.messages import (
+from fedqueue.protocol import messages
+from fedqueue.protocol.messages import (
     Aggregate,
     Assignment,
     AssignWork,
@@ -34,9 +34,9 @@ from fedqueue.messages import (
     SubmitJob,
     UpdateArrived,
 )
-from fedqueue.plan import FacilityProfile, Plan
-from fedqueue.strategies import STRATEGIES
-from fedqueue.wire import body
+from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.wire import body
 from tests.conftest import STRATEGY_NAMES, Trace, config_of, facility, trace_of
 
 GOLDEN = Path(__file__).parent / "golden"

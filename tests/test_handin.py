@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedqueue.training.handin import choose
-from fedqueue.training.participate import ParticipateError, participate
+from fedqueue.worker.handin import choose
+from fedqueue.worker.participate import ParticipateError, participate
 from tests.jobs import (
     TRAINED,
     enter,

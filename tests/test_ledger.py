@@ -15,10 +15,18 @@ import pytest
 
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, Ledger, LedgerReader
-from fedqueue.messages import CoordinatorResumed, ModelScored, RunPaused, RunStarted, SetTimer, StopRun, TimerFired
+from fedqueue.protocol.messages import (
+    CoordinatorResumed,
+    ModelScored,
+    RunPaused,
+    RunStarted,
+    SetTimer,
+    StopRun,
+    TimerFired,
+)
+from fedqueue.protocol.wire import parse
 from fedqueue.runs import replay
 from fedqueue.sim.runner import simulate
-from fedqueue.wire import parse
 from tests.conftest import STRATEGY_NAMES, Trace, config_of, journal
 from tests.test_golden import SCENARIOS
 
@@ -157,7 +165,7 @@ def test_durable_ledger_survives_kill_9_with_every_event_it_took(tmp_path: Path)
 import sys
 from pathlib import Path
 from fedqueue.ledger import Ledger
-from fedqueue.messages import SetTimer, TimerFired
+from fedqueue.protocol.messages import SetTimer, TimerFired
 ledger = Ledger(Path({str(tmp_path / FILE)!r}), {{}}, durable=True)
 for i in range(10**6):
     ledger(TimerFired(at=float(i), key="k"), [SetTimer(key="k", at=i + 1.0)])

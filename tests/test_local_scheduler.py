@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedqueue.runtime.schedulers import SubmitRefusedError, localjob
+from fedqueue.agent.schedulers import SubmitRefusedError, localjob
 from tests.sites import Site, is_alive, local_site
 from tests.slurm import wait_for
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fedqueue.errors import ProtocolError
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Assignment,
     Command,
     Event,
@@ -21,7 +21,7 @@ from fedqueue.messages import (
     job_id,
     sequence_of,
 )
-from fedqueue.wire import encode, parse
+from fedqueue.protocol.wire import encode, parse
 from tests.conftest import STRATEGY_NAMES, config_of, trace_of
 
 

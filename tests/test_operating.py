@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from fedqueue import __version__
+from fedqueue.agent.settings import load_agent
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.runs import replay
-from fedqueue.runtime.agent_settings import load_agent
 from tests.faults.harness import free_port
 from tests.faults.ledger_checks import Story, check_counts, check_end, check_fates
 from tests.slurm import Cluster, clusters, processes_with, wait_for

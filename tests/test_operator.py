@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedqueue.cli import main
-from fedqueue.messages import FacilityLeft, UpdateArrived
+from fedqueue.protocol.messages import FacilityLeft, UpdateArrived
 from tests.conftest import journal
 from tests.coordinators import (
     Raw,

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedqueue
-from fedqueue import budget
-from fedqueue.fit import StandingWork, fit, linger_until
-from fedqueue.messages import Standing
-from fedqueue.training.participate import ParticipateError, participate
+from fedqueue.protocol import budget
+from fedqueue.protocol.binding_rule import StandingWork, fit, linger_until
+from fedqueue.protocol.messages import Standing
+from fedqueue.worker.participate import ParticipateError, participate
 from tests.jobs import (
     TRAINED,
     enter,

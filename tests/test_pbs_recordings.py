@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.forecasting.state import Listed
-from fedqueue.runtime.schedulers import (
+from fedqueue.agent.schedulers import (
     JobRequest,
     JobStatus,
     PbsScheduler,
@@ -26,7 +25,8 @@ from fedqueue.runtime.schedulers import (
     SchedulerUnreachableError,
     SubmitRefusedError,
 )
-from fedqueue.runtime.schedulers.pbs import read_status
+from fedqueue.agent.schedulers.pbs import read_status
+from fedqueue.forecasting.state import Listed
 
 ROOT = Path(__file__).parent.parent
 RECORDINGS = Path(os.environ.get("FEDQUEUE_PBS_RECORDINGS") or ROOT.parent / "shared" / "facts" / "pbs")

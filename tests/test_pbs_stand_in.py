@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent.schedulers import PbsScheduler, PbsSettings
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import JobFailed, JobStarted, JobSubmitted
-from fedqueue.runtime.schedulers import PbsScheduler, PbsSettings
+from fedqueue.protocol.messages import JobFailed, JobStarted, JobSubmitted
 from tests.faults.harness import Run, free_port, tree_of
 from tests.pbs import Job, StandIn, stand_in
 from tests.sites import Site

@@ -24,7 +24,7 @@ bare = "outside:BareScheduler"
 [project.entry-points."fedqueue.listeners"]
 kinds = "outside:make_listener"
 faulty = "outside:make_faulty_listener"
-[project.entry-points."fedqueue.strategies"]
+[project.entry-points."fedqueue.protocol.strategies"]
 patient = "outside:Patient"
 [project.entry-points."fedqueue.predictors"]
 pessimist = "outside:pessimist"
@@ -46,9 +46,9 @@ import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
-from fedqueue.predict import Static
-from fedqueue.runtime.schedulers import JobStatus
-from fedqueue.strategies.fedavg import FedAvg
+from fedqueue.protocol.predict import Static
+from fedqueue.agent.schedulers import JobStatus
+from fedqueue.protocol.strategies.fedavg import FedAvg
 
 
 class Patient(FedAvg):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedqueue.predict import PREDICTORS, Ewma, Forecast, LogEwma, Predictor, RollingMedian
-from fedqueue.predict.base import Spread
+from fedqueue.protocol.predict import PREDICTORS, Ewma, Forecast, LogEwma, Predictor, RollingMedian
+from fedqueue.protocol.predict.base import Spread
 
 DELAYS = st.lists(st.floats(0, 1e7), max_size=120)
 NAMES = sorted(PREDICTORS)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedqueue.training.binding import count_nodes
-from fedqueue.training.distributed import Ranks
-from fedqueue.training.participate import ParticipateError, Work, participate
+from fedqueue.worker.binding import count_nodes
+from fedqueue.worker.distributed import Ranks
+from fedqueue.worker.participate import ParticipateError, Work, participate
 from tests.jobs import (
     check_ended,
     enter,

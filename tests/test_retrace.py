@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
 from fedqueue.cli import main
 from fedqueue.ledger import FILE
-from fedqueue.runtime.schedulers import LocalScheduler, LocalSettings
 from tests.conftest import journal
 from tests.slurm import wait_for
 

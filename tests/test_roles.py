@@ -18,8 +18,8 @@ import fedqueue
 from fedqueue import tensorfile
 from fedqueue.aggregate import Contribution, aggregate
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import replay
-from fedqueue.strategies import STRATEGIES
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 RULES = ["add_deltas", "mix_models"]
@@ -148,7 +148,7 @@ def test_a_statistic_stays_within_the_range_of_what_was_handed_in_and_both_ways_
         }
 
     chosen = {"own": "statistic", "visits": "counter"}
-    metadata = {"fedqueue.roles": json.dumps(chosen)}
+    metadata = {"fedqueue.protocol.roles": json.dumps(chosen)}
     bases = [model(dtype, 0) for _ in range(3)]
     for number, base in enumerate(bases):
         save_file(base, folder / f"base{number}", metadata=metadata)
@@ -264,6 +264,6 @@ def test_a_first_model_declares_what_its_buffers_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", ["[]", "{", '{"w": "average"}'])
 def test_a_declaration_that_is_none_is_named(tmp_path: Path, said: str) -> None:
-    tensorfile.write(path := tmp_path / "m", {"w": np.zeros(1, np.float32)}, metadata={"fedqueue.roles": said})
-    with pytest.raises(tensorfile.TensorFileError, match=r"m: its metadata 'fedqueue.roles' must be"):
+    tensorfile.write(path := tmp_path / "m", {"w": np.zeros(1, np.float32)}, metadata={"fedqueue.protocol.roles": said})
+    with pytest.raises(tensorfile.TensorFileError, match=r"m: its metadata 'fedqueue.protocol.roles' must be"):
         tensorfile.select(path, tmp_path / "out", ["*"])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedqueue.admit import Buffer, Update
-from fedqueue.budget import bind, scaled_rate, steps_within, train_budget
-from fedqueue.messages import Receipt, Standing
-from fedqueue.weigh import discount, normalised, polynomial_discount
+from fedqueue.protocol.admit import Buffer, Update
+from fedqueue.protocol.budget import bind, scaled_rate, steps_within, train_budget
+from fedqueue.protocol.messages import Receipt, Standing
+from fedqueue.protocol.weigh import discount, normalised, polynomial_discount
 
 TIMES = st.floats(0, 1e6)
 

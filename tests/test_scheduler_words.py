@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedqueue.errors import ConfigError
-from fedqueue.runtime.schedulers import (
+from fedqueue.agent.schedulers import (
     JobRequest,
     SchedulerSettings,
     SchedulerUnreachableError,
@@ -18,12 +17,13 @@ from fedqueue.runtime.schedulers import (
     clamp_wall,
     make_scheduler,
 )
-from fedqueue.runtime.schedulers.command import Answer, run
-from fedqueue.runtime.schedulers.pbs import read_status as read_pbs
-from fedqueue.runtime.schedulers.pbs import refusal as pbs_refusal
-from fedqueue.runtime.schedulers.sge import refusal as sge_refusal
-from fedqueue.runtime.schedulers.slurm import read_status as read_slurm
-from fedqueue.runtime.schedulers.slurm import refusal as slurm_refusal
+from fedqueue.agent.schedulers.command import Answer, run
+from fedqueue.agent.schedulers.pbs import read_status as read_pbs
+from fedqueue.agent.schedulers.pbs import refusal as pbs_refusal
+from fedqueue.agent.schedulers.sge import refusal as sge_refusal
+from fedqueue.agent.schedulers.slurm import read_status as read_slurm
+from fedqueue.agent.schedulers.slurm import refusal as slurm_refusal
+from fedqueue.errors import ConfigError
 from fedqueue.settings import read
 from tests.sites import is_alive
 from tests.slurm import wait_for

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedqueue.runtime.schedulers import (
+from fedqueue.agent.schedulers import (
     JobRequest,
     JobStatus,
     SchedulerUnreachableError,
@@ -178,7 +178,7 @@ def test_job_of_an_agent_that_was_killed_right_after_submitting_is_found_by_its_
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path, PosixPath\n"
-        "from fedqueue.runtime.schedulers import *\n"
+        "from fedqueue.agent.schedulers import *\n"
         f"scheduler = make_scheduler({site.settings()!r}, Path({str(site.folder)!r}))\n"
         f"scheduler.submit({request!r})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

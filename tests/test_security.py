@@ -26,24 +26,24 @@ import pytest
 import uvicorn
 
 import fedqueue
-from fedqueue.config import parse
-from fedqueue.errors import ConfigError
-from fedqueue.runtime import server
-from fedqueue.runtime.access import FILE as ACCESS
-from fedqueue.runtime.access import OPERATOR_FILE, Access, write_secret
-from fedqueue.runtime.agent import Agent
-from fedqueue.runtime.agent_settings import AgentConfig, AgentSettings
-from fedqueue.runtime.answers import MOST_ORDERS, checked_answer, checked_verdict
-from fedqueue.runtime.api import ENDPOINTS
-from fedqueue.runtime.certificate import make_certificate
-from fedqueue.runtime.connection import Connection
-from fedqueue.runtime.enrolment import Enrolment, enrol, invitation
-from fedqueue.runtime.transport import (
+from fedqueue.agent.agent import Agent
+from fedqueue.agent.enrolment import Enrolment, enrol, invitation
+from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer, checked_verdict
+from fedqueue.agent.settings import AgentConfig, AgentSettings
+from fedqueue.agent.transport import (
     Client,
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
 )
+from fedqueue.config import parse
+from fedqueue.coordinator import server
+from fedqueue.coordinator.access import FILE as ACCESS
+from fedqueue.coordinator.access import OPERATOR_FILE, Access, write_secret
+from fedqueue.coordinator.certificate import make_certificate
+from fedqueue.coordinator.connection import Connection
+from fedqueue.coordinator.http_api import ENDPOINTS
+from fedqueue.errors import ConfigError
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
 from tests.slurm import wait_for
 
@@ -263,7 +263,7 @@ def test_secrets_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> No
 def test_a_secret_is_its_owners_alone_from_its_first_byte(tmp_path: Path) -> None:
     """Killed before the file has its name, it leaves nothing that others may read."""
     program = (
-        "import os, sys; os.umask(0); from pathlib import Path; from fedqueue.runtime.access import write_secret; "
+        "import os, sys; os.umask(0); from pathlib import Path; from fedqueue.coordinator.access import write_secret; "
         "write_secret(Path(sys.argv[1]), 'secret')"
     )
     environment = {**os.environ, "FEDQUEUE_FAILPOINT": "secret.whole"}

@@ -17,7 +17,7 @@ import pytest
 from fedqueue import data
 from fedqueue.config import LognormalQueue, SpikeQueue, StepQueue, TraceQueue, load
 from fedqueue.errors import DataError
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     JobEnded,
     JobRequeued,
     JobStarted,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     WALL_TIME,
     JobFailed,
     JobRequeued,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from fedqueue.runtime.staging import PACKAGE, WORKER_FILES, stage_worker
+from fedqueue.agent.staging import PACKAGE, WORKER_FILES, stage_worker
 from tests.jobs import (
     make_job,
     result_of,
@@ -110,8 +110,8 @@ import fedqueue, pathlib, time
 pathlib.Path("imported").touch()
 while not pathlib.Path("staged").exists():
     time.sleep(0.01)
-import fedqueue.fit
-assert not hasattr(fedqueue.fit, "NEW")
+import fedqueue.protocol.binding_rule
+assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
 """
     job = run_script(tmp_path, {"PYTHONPATH": str(worker)}, body)
     wait_for(tmp_path / "imported", job)
@@ -119,7 +119,11 @@ assert not hasattr(fedqueue.fit, "NEW")
     (tmp_path / "staged").touch()
     _, errors = job.communicate(timeout=30)
     assert job.returncode == 0, errors
-    later = run_script(tmp_path, {"PYTHONPATH": str(worker)}, "import fedqueue.fit; fedqueue.fit.NEW")
+    later = run_script(
+        tmp_path,
+        {"PYTHONPATH": str(worker)},
+        "import fedqueue.protocol.binding_rule; fedqueue.protocol.binding_rule.NEW",
+    )
     later.communicate(timeout=30)
     assert later.returncode == 0
 

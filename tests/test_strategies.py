@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedqueue.budget import RULES
 from fedqueue.config import Config, FacilitySettings, parse
-from fedqueue.messages import (
+from fedqueue.metrics import Tally
+from fedqueue.protocol.budget import RULES
+from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
     CancelJob,
@@ -43,8 +44,7 @@ from fedqueue.messages import (
     UpdateRejected,
     facility_of,
 )
-from fedqueue.metrics import Tally
-from fedqueue.predict import PREDICTORS
+from fedqueue.protocol.predict import PREDICTORS
 from fedqueue.sim.learning import TimingOnly
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site

@@ -302,8 +302,8 @@ def test_after_the_minutes_are_over_no_run_begins_and_resume_goes_on(small: Path
 HOLD = """
 from pathlib import Path
 import time
-from fedqueue.strategies import register
-from fedqueue.strategies.fedavg import FedAvg
+from fedqueue.protocol.strategies import register
+from fedqueue.protocol.strategies.fedavg import FedAvg
 
 @register
 class Hold(FedAvg):

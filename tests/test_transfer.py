@@ -29,15 +29,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from fedqueue.errors import ConfigError, StorageError
-from fedqueue.runtime import blobs
-from fedqueue.runtime.transport import (
+from fedqueue.agent.transport import (
     Client,
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
     TransportError,
 )
+from fedqueue.coordinator import transfers as blobs
+from fedqueue.errors import ConfigError, StorageError
 
 CREDENTIAL = "secret-of-north"
 SIZE = 6_000_011

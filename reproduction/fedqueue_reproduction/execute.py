@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 from fedqueue.config import Config, load
 from fedqueue.errors import ConfigError, FedQueueError, ProtocolError
-from fedqueue.messages import Command, Event
 from fedqueue.processes import run_all
+from fedqueue.protocol.messages import Command, Event
 from fedqueue.sim.runner import TIMING, Learned
 from fedqueue_reproduction.experiment import Cell, Experiment
 from fedqueue_reproduction.record import fingerprint, run_record

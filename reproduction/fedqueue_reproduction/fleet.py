@@ -22,8 +22,8 @@ from torch import Tensor
 from fedqueue.aggregate import Contribution, aggregate, roles_of
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.messages import Aggregate, Assignment
-from fedqueue.roles import buffer_roles, must_match
+from fedqueue.protocol.messages import Aggregate, Assignment
+from fedqueue.protocol.roles import buffer_roles, must_match
 from fedqueue.sim.learning import Key, Learning, luck_of
 from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
 from fedqueue.training.recorded import Scorer, SlotJob, put

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import Any, Final
 
 from fedqueue.bound import lemma_bound, sharper_bound
-from fedqueue.tails import reach
+from fedqueue.error_distribution import reach
 from fedqueue_reproduction.experiment import Cell
 from fedqueue_reproduction.findings import Findings
 

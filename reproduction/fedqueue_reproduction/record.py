@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from fedqueue.config import Config
 from fedqueue.engine import Listener
-from fedqueue.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
 from fedqueue.metrics import Tally, target_key
-from fedqueue.predict.base import quantile_of
+from fedqueue.protocol.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
+from fedqueue.protocol.predict.base import quantile_of
 from fedqueue.runs import rounded
 from fedqueue.sim.runner import Learned, simulate
 

@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedqueue.roles import declare_roles
-    from fedqueue.training.participate import ParticipateError, participate
+    from fedqueue.protocol.roles import declare_roles
+    from fedqueue.worker.participate import ParticipateError, participate
 
 __all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
 
@@ -27,11 +27,11 @@ __path__[0] = os.path.realpath(__path__[0])
 def __getattr__(name: str) -> Any:
     # Not imported above: whoever needs the protocol alone does not load the worker.
     if name in ("participate", "ParticipateError"):
-        from fedqueue.training import participate
+        from fedqueue.worker import participate
 
         return getattr(participate, name)
     if name == "declare_roles":
-        from fedqueue.roles import declare_roles
+        from fedqueue.protocol.roles import declare_roles
 
         return declare_roles
     raise AttributeError(f"module 'fedqueue' has no attribute {name!r}")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedqueue.roles import COUNTER, STATISTIC, find_roles
+from fedqueue.protocol.roles import COUNTER, STATISTIC, find_roles
+from fedqueue.protocol.weigh import model_factors, statistic_factors
 from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
-from fedqueue.weigh import model_factors, statistic_factors
 
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""

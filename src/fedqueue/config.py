@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fedqueue.checks import at_least, more_than, share
+from fedqueue.agent.schedulers.settings import SchedulerSettings
 from fedqueue.errors import ConfigError
-from fedqueue.plan import FailurePolicy
 from fedqueue.plugins import register_rules
-from fedqueue.runtime.schedulers.settings import SchedulerSettings
+from fedqueue.protocol.checks import at_least, more_than, share
+from fedqueue.protocol.plan import FailurePolicy
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.settings import read
-from fedqueue.strategies import STRATEGIES
 from fedqueue.training.settings import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
     CancelJob,
@@ -17,7 +17,7 @@ from fedqueue.messages import (
     StopRun,
     SubmitJob,
 )
-from fedqueue.strategies import Strategy
+from fedqueue.protocol.strategies import Strategy
 
 Listener = Callable[[Event, Sequence[Command]], None]
 """Told every event with the commands it brought, before they are carried out: a ledger, a tally, a progress bar."""

@@ -7,10 +7,10 @@
     ├── RunFolderError                   5   a run folder exists already, is missing, or is not one: name another
     ├── StorageError                     6   a file or folder cannot be written or read: the message says what to do
     ├── ReplayError                      7   a replay gave other commands than the ledger holds: a bug, or another build
-    ├── TransportError                       between an agent and its coordinator (runtime/transport.py)
+    ├── TransportError                       between an agent and its coordinator (agent/transport.py)
     │   ├── CoordinatorUnreachableError  8   the network, or a coordinator that is down: it is tried again
     │   └── CoordinatorRefusedError      9   the coordinator said no: the message says why
-    ├── LeaseError                      10   another agent works for this facility: stop that one (runtime/journal.py)
+    ├── LeaseError                      10   another agent works for this facility: stop that one (agent/journal.py)
     ├── TensorFileError                 11   a model or an update is not as it must be (tensorheader.py)
     ├── SchedulerError                   1   a facility's scheduler said no, or did not answer (runtime/schedulers)
     └── ProtocolError                   70   ours: a message or a command that must not exist; please report it

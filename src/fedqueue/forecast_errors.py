@@ -21,7 +21,7 @@ from fedqueue.forecasting.probes import default_warm_up, probe_jobs
 from fedqueue.history.lines import open_text
 from fedqueue.history.read import UNREADABLE
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.predict import make_predictor
+from fedqueue.protocol.predict import make_predictor
 from fedqueue.sim.queues import read_trace
 
 Kind = Literal["run", "trace", "errors"]

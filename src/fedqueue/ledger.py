@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue.errors import RunFolderError, StorageError
-from fedqueue.messages import Command, Event
+from fedqueue.protocol.messages import Command, Event
+from fedqueue.protocol.wire import encode, encode_value, parse
 from fedqueue.schema import SCHEMA
-from fedqueue.wire import encode, encode_value, parse
 
 FILE: Final = "ledger.sqlite"
 FORMAT: Final = 2

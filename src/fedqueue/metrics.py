@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     AssignWork,
     Command,
     Event,

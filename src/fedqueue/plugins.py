@@ -1,7 +1,7 @@
 """What installed packages add to FedQueue, by entry points: nobody has to change ours for it.
 
     fedqueue.commands      a module with HELP, add_arguments(parser) and run(args): a verb of the command line
-    fedqueue.strategies    a `Strategy` class
+    fedqueue.protocol.strategies    a `Strategy` class
     fedqueue.predictors    maker(first, smoothing) of a `Predictor`
     fedqueue.schedulers    a class that is made with (settings, home), has the methods of `Scheduler`, and a dataclass
                            `Settings` whose `kind` is a Literal
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedqueue.config import Config
     from fedqueue.engine import Listener
-    from fedqueue.messages import Command, Event
+    from fedqueue.protocol.messages import Command, Event
 
 
 @cache
@@ -41,8 +41,8 @@ def plugins(group: str) -> dict[str, Any]:
 @cache
 def register_rules() -> None:
     """Strategies and predictors from outside become known by their names."""
-    from fedqueue.predict import PREDICTORS
-    from fedqueue.strategies import STRATEGIES, register
+    from fedqueue.protocol.predict import PREDICTORS
+    from fedqueue.protocol.strategies import STRATEGIES, register
 
     for strategy in plugins("strategies").values():
         if strategy.name not in STRATEGIES:

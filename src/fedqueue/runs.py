@@ -16,9 +16,9 @@ from fedqueue import __version__
 from fedqueue.config import Config, import_modules
 from fedqueue.errors import ReplayError, RunFolderError, StorageError, what_to_do
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.plan import FacilityProfile, FailurePolicy, Plan
-from fedqueue.strategies import STRATEGIES, Strategy
-from fedqueue.wire import encode
+from fedqueue.protocol.plan import FacilityProfile, FailurePolicy, Plan
+from fedqueue.protocol.strategies import STRATEGIES, Strategy
+from fedqueue.protocol.wire import encode
 
 SUMMARY: Final = "summary.json"
 

@@ -24,7 +24,7 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def read(kind: type[T], given: Any, where: str) -> T:
     """An instance of this dataclass from a table of plain values; `where` is the key of the table.
 
-    >>> from fedqueue.plan import FailurePolicy
+    >>> from fedqueue.protocol.plan import FailurePolicy
     >>> read(FailurePolicy, {"max_attempts": 5}, "failures").max_attempts
     5
     """

@@ -20,7 +20,8 @@ from typing import BinaryIO, Final, Self
 import numpy as np
 
 from fedqueue.errors import StorageError, what_to_do
-from fedqueue.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
+from fedqueue.protocol.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
+from fedqueue.protocol.weigh import model_factors, statistic_factors
 from fedqueue.tensorheader import (
     CODES,
     HEADER_LIMIT,
@@ -40,7 +41,6 @@ from fedqueue.tensorheader import (
     parse_header,
     read_header,
 )
-from fedqueue.weigh import model_factors, statistic_factors
 
 __all__ = [
     "ChangedFileError",

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from fedqueue.runtime.failpoints import POINTS
+from fedqueue.failpoints import POINTS
 from tests.faults.schedules import Outcome, perform, schedule_of
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     base = args.base or (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir()))
     root = Path(tempfile.mkdtemp(prefix="fq-faults-", dir=base))
     seeds = [args.only] if args.only is not None else list(range(args.seed, args.seed + args.schedules))
-    for module in ("fedqueue.cli", "fedqueue.runtime.agent", "fedqueue.runtime.serve", "uvicorn.protocols.http.auto"):
+    for module in ("fedqueue.cli", "fedqueue.agent.agent", "fedqueue.coordinator.serve", "uvicorn.protocols.http.auto"):
         importlib.import_module(module)  # so that what is forked from here need not
     began = time.monotonic()
     outcomes = _all(seeds, root, args.parallel)

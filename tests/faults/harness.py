@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from fedqueue import failpoints
+from fedqueue.agent.enrolment import Enrolment
+from fedqueue.coordinator.access import OPERATOR_FILE, Access
+from fedqueue.coordinator.run_folder import store_config
 from fedqueue.errors import RunFolderError
-from fedqueue.runtime import failpoints
-from fedqueue.runtime.access import OPERATOR_FILE, Access
-from fedqueue.runtime.enrolment import Enrolment
-from fedqueue.runtime.opening import store_config
 from tests.faults.ledger_checks import Story
 
 COORDINATOR: Final = "coordinator"

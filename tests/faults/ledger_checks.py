@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Aggregate,
     Event,
     JobEnded,
@@ -31,8 +31,8 @@ from fedqueue.messages import (
     UpdateRejected,
     sequence_of,
 )
+from fedqueue.protocol.wire import parse
 from fedqueue.runs import replay
-from fedqueue.wire import parse
 from tests.faults.worker import read_values, step_of
 
 T = TypeVar("T")

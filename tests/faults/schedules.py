@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.messages import FacilityLeft, JobFailed, ModelScored, SubmitRefused
-from fedqueue.runtime.failpoints import AGENT, COORDINATOR, POINTS
+from fedqueue.failpoints import AGENT, COORDINATOR, POINTS
+from fedqueue.protocol.messages import FacilityLeft, JobFailed, ModelScored, SubmitRefused
 from tests.faults import harness
 from tests.faults.harness import FACILITIES, Run, forked, free_port, tree_of
 from tests.faults.ledger_checks import check_run
@@ -166,7 +166,7 @@ def _lay_out(schedule: Schedule, base: Path) -> Run:
     if schedule.evaluates:
         agent["evaluate_command"] = shlex.join([sys.executable, "-I", "-S", str(harness.WORKER)])
     if schedule.real_worker:
-        agent["command"] = f"{sys.executable} -m fedqueue.training.worker {base}/run/task.json"
+        agent["command"] = f"{sys.executable} -m fedqueue.training.job {base}/run/task.json"
         agent["environment"] = {"PYTHONPATH": str(harness.SOURCE)}
     run = Run(
         base,
@@ -255,7 +255,7 @@ def _check(run: Run, schedule: Schedule) -> None:
 
 def forked_briefly(argv: Any, environment: Any, log: Path) -> harness.Process:
     """An agent whose journal is made short again and again."""
-    from fedqueue.runtime import works
+    from fedqueue.agent import agent_state as works
 
     names = vars(works)
     usual, names["COMPACT_LINES"] = names["COMPACT_LINES"], 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.messages import JobFailed, JobStarted, JobSubmitted, UpdateArrived
+from fedqueue.protocol.messages import JobFailed, JobStarted, JobSubmitted, UpdateArrived
 from tests.faults.facts import ended_with, updates
 from tests.faults.harness import COORDINATOR, Run, free_port, tree_of, until
 from tests.faults.ledger_checks import Story, check_end, check_fates, check_models, check_timers

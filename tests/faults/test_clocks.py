@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.messages import JobEnded, JobFailed, JobStarted, SetTimer, sequence_of
+from fedqueue.protocol.messages import JobEnded, JobFailed, JobStarted, SetTimer, sequence_of
 from tests.faults.facts import ended_with
 from tests.faults.harness import COORDINATOR, FACILITIES, SOURCE, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_run

@@ -14,7 +14,7 @@ import pytest
 
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     CoordinatorResumed,
     JobStarted,
     ModelScored,

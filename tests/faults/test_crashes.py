@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.runtime.failpoints import POINTS
+from fedqueue.failpoints import POINTS
 from tests.faults.schedules import schedule_of
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fedqueue.messages import (
+from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
+from fedqueue.protocol.messages import (
     WALL_TIME,
     FacilityJoined,
     FacilityLeft,
@@ -23,7 +24,6 @@ from fedqueue.messages import (
     RunStarted,
     UpdateRejected,
 )
-from fedqueue.runtime.schedulers import LocalScheduler, LocalSettings
 from tests.faults.facts import check, ended_with, updates
 from tests.faults.harness import (
     COORDINATOR,
@@ -178,7 +178,7 @@ def test_a_killed_worker_and_a_hung_worker_fail_and_are_replaced(tmp_path: Path)
 
 def test_a_real_worker_killed_between_its_update_and_its_result_handed_in_nothing(tmp_path: Path) -> None:
     tree = tree_of("fedasync", rounds=2, port=free_port(), options={"steps": 3})
-    command = f"{sys.executable} -m fedqueue.training.worker {tmp_path}/run/task.json"
+    command = f"{sys.executable} -m fedqueue.training.job {tmp_path}/run/task.json"
     agent = {
         "command": command,
         "environment": {"PYTHONPATH": str(SOURCE)},

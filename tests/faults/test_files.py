@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent.journal import FILE as JOURNAL
+from fedqueue.agent.journal import Journal
+from fedqueue.coordinator.store import Store
 from fedqueue.errors import StorageError
-from fedqueue.runtime.journal import FILE as JOURNAL
-from fedqueue.runtime.journal import Journal
-from fedqueue.runtime.store import Store
 from tests.faults.harness import (
     SOURCE,
 )
@@ -76,7 +76,7 @@ def test_the_newest_refused_updates_of_each_facility_are_kept(tmp_path: Path) ->
 
 
 def test_no_failpoint_is_listed_twice_or_dead() -> None:
-    from fedqueue.runtime.failpoints import POINTS
+    from fedqueue.failpoints import POINTS
 
     assert len(set(POINTS)) == len(POINTS)
     text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py") if path.name != "failpoints.py")

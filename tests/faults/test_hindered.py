@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError, update_path
 from fedqueue.cli import main
-from fedqueue.messages import ModelReady, RunPaused, RunResumed
-from fedqueue.runtime.transport import CoordinatorRefusedError, CoordinatorUnreachableError, update_path
+from fedqueue.protocol.messages import ModelReady, RunPaused, RunResumed
 from tests.coordinators import Served, serving, update
 from tests.faults.facts import check, ended_with
 from tests.faults.harness import COORDINATOR, Run, free_port, tree_of

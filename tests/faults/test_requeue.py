@@ -6,8 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from fedqueue.messages import JobFailed, JobRequeued, JobStarted, SubmitRefused
-from fedqueue.runtime.schedulers import LocalScheduler, LocalSettings
+from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
+from fedqueue.protocol.messages import JobFailed, JobRequeued, JobStarted, SubmitRefused
 from tests.faults.facts import check, ended_with
 from tests.faults.harness import Run, free_port, tree_of, until
 

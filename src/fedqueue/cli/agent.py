@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.runtime.agent import Agent
-    from fedqueue.runtime.agent_settings import home_of, load_agent
-    from fedqueue.runtime.enrolment import Enrolment
+    from fedqueue.agent.agent import Agent
+    from fedqueue.agent.enrolment import Enrolment
+    from fedqueue.agent.settings import home_of, load_agent
 
     config = load_agent(args.config)
     home = home_of(config, args.config)

@@ -32,7 +32,7 @@ from fedqueue.errors import ConfigError
 from fedqueue.forecast_errors import Measured, of_file, of_run, of_trace
 from fedqueue.history.read import is_log
 from fedqueue.machine import invoked, provenance
-from fedqueue.predict import PREDICTORS
+from fedqueue.protocol.predict import PREDICTORS
 
 HELP = "hold the paper's staleness bound against measured forecast errors"
 
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.cli.bound_words import show  # loads what draws reports: other commands need not wait for it
+    from fedqueue.cli.bound_text import show  # loads what draws reports: other commands need not wait for it
 
     if (args.source is None) == (args.cases is None):
         raise ConfigError("bound needs a run folder, a trace or an error file, or else --cases")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(assessment: Assessment, measured: Measured) -> dict[str, Any]:
     """What --json prints; numbers with six digits."""
-    from fedqueue.cli.bound_words import notes, verdict
+    from fedqueue.cli.bound_text import notes, verdict
 
     setting, lemma = assessment.setting, assessment.checks[0]
     found: dict[str, Any] = {
@@ -217,7 +217,7 @@ def _beside(source: Path, measured: Measured) -> Path:
 
 
 def _run_cases(args: argparse.Namespace) -> int:
-    from fedqueue.cli.bound_words import show_cases
+    from fedqueue.cli.bound_text import show_cases
 
     for name in ("procs", "requested", "round_length", "plot"):
         if getattr(args, name) is not None:

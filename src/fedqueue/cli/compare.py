@@ -21,9 +21,9 @@ from fedqueue.errors import ConfigError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
 from fedqueue.processes import run_all
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
-from fedqueue.strategies import STRATEGIES
 
 HELP = "several strategies over the same seeds, with paired differences"
 

@@ -16,9 +16,9 @@ from fedqueue.cli import common, compare, extras, terminal
 from fedqueue.cli import run as run_here
 from fedqueue.cli.figures import show
 from fedqueue.machine import invoked, provenance
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import new_folder, write_json
 from fedqueue.sim.runner import simulate
-from fedqueue.strategies import STRATEGIES
 
 HELP = "six strategies side by side, then a real run, in under two minutes"
 
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_for_real(folder: Path) -> Path:
     """A real run on this machine, left in this folder."""
+    from fedqueue.coordinator.run_folder import store_config
     from fedqueue.report import write_report
-    from fedqueue.runtime.opening import store_config
 
     with resources.as_file(resources.files("fedqueue.cli") / "demo-real.toml") as path:
         config, tree = run_here.begin(path, [])

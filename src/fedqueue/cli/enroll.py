@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.init:
         return _init(args.config)
-    from fedqueue.runtime.agent_settings import home_of, load_agent
-    from fedqueue.runtime.enrolment import enrol
-    from fedqueue.runtime.transport import CoordinatorRefusedError
+    from fedqueue.agent.enrolment import enrol
+    from fedqueue.agent.settings import home_of, load_agent
+    from fedqueue.agent.transport import CoordinatorRefusedError
 
     config = load_agent(args.config)
     home = home_of(config, args.config)

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.cli.forecast_words import show
+    from fedqueue.cli.forecast_text import show
     from fedqueue.forecasting.evaluate import Evaluation
 
     cases = _cases(args)

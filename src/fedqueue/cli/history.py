@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.cli.history_words import show
+    from fedqueue.cli.history_text import show
 
     options = Options(timezone=args.timezone, facility=args.facility, cores=args.cores)
     zone = options.zone()

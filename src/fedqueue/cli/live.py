@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fedqueue.cli.terminal import console
 from fedqueue.config import Config
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Command,
     CoordinatorResumed,
     Event,

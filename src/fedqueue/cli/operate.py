@@ -23,7 +23,7 @@ STARTING_SECONDS = 60.0
 
 
 if TYPE_CHECKING:
-    from fedqueue.runtime.transport import Client
+    from fedqueue.agent.transport import Client
 
 
 class SaidNoError(FedQueueError):
@@ -59,8 +59,8 @@ class Verb:
 
 def ask(folder: Path, method: str, path: str) -> dict[str, Any]:
     """Ask the run's coordinator, as its operator. One that was started just now is waited for."""
+    from fedqueue.agent.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
     from fedqueue.runs import SUMMARY
-    from fedqueue.runtime.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
 
     patience = Patience(folder)
     while True:
@@ -92,9 +92,9 @@ class Patience:
 
     def is_left(self) -> bool:
         """Waits a moment; False: there is nobody who could answer."""
-        from fedqueue.runtime.scoring import STORED
-        from fedqueue.runtime.serve import is_at_work
-        from fedqueue.runtime.server import ADDRESS
+        from fedqueue.coordinator.scoring import STORED
+        from fedqueue.coordinator.serve import is_at_work
+        from fedqueue.coordinator.server import ADDRESS
 
         waited = time.monotonic() - self._began
         there = self._folder.is_dir() and any(self._folder.iterdir())
@@ -114,9 +114,9 @@ class Patience:
 
 
 def _client(folder: Path, patience: Patience) -> Client:
-    from fedqueue.runtime.access import OPERATOR_FILE
-    from fedqueue.runtime.server import ADDRESS
-    from fedqueue.runtime.transport import Client
+    from fedqueue.agent.transport import Client
+    from fedqueue.coordinator.access import OPERATOR_FILE
+    from fedqueue.coordinator.server import ADDRESS
 
     while True:
         try:
@@ -153,8 +153,8 @@ def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _invite(args: argparse.Namespace) -> int:
-    from fedqueue.runtime.access import write_secret
-    from fedqueue.runtime.enrolment import invitation
+    from fedqueue.agent.enrolment import invitation
+    from fedqueue.coordinator.access import write_secret
 
     answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
     text = invitation(answer["url"], answer["token"], answer["certificate"], answer["run"])

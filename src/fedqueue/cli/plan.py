@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from fedqueue.cli import common, terminal
 from fedqueue.config import read_tree
 from fedqueue.errors import ConfigError
-from fedqueue.strategies import STRATEGIES
+from fedqueue.protocol.strategies import STRATEGIES
 
 HELP = "say what to ask for before a run, from queue histories"
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.cli.plan_words import as_json, show  # loads numpy: other commands need not wait for it
+    from fedqueue.cli.plan_text import as_json, show  # loads numpy: other commands need not wait for it
     from fedqueue.planning.advice import Wish, advise
     from fedqueue.planning.config_out import write_config
     from fedqueue.planning.curve import read_curve

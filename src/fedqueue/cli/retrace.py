@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedqueue.cli import terminal
-from fedqueue.messages import CoordinatorResumed, FacilityLeft, RunPaused
 from fedqueue.metrics import Tally
+from fedqueue.protocol.messages import CoordinatorResumed, FacilityLeft, RunPaused
 
 if TYPE_CHECKING:
     from fedqueue.sim.playback import Played
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.runtime.opening import stored_config
+    from fedqueue.coordinator.run_folder import stored_config
     from fedqueue.sim.playback import simulate_recording
     from fedqueue.sim.recorded import read_recording
 

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{folder}: a run goes on as it began; begin another to change something")
         summary = here(config, folder, quiet=args.json)
     else:
-        from fedqueue.runtime.opening import store_config
-        from fedqueue.runtime.server import ADDRESS
+        from fedqueue.coordinator.run_folder import store_config
+        from fedqueue.coordinator.server import ADDRESS
 
         with new_folder(args.out, f"{config.run.name}-{config.run.strategy}-real", kept_with=ADDRESS) as folder:
             folder = folder.absolute()
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def begin(path: Path, changes: list[str]) -> tuple[Config, dict[str, Any] | None]:
     """The config, with its plain values if it is a new run's; None: it is that of a folder."""
     if path.is_dir():
-        from fedqueue.runtime.opening import stored_config
+        from fedqueue.coordinator.run_folder import stored_config
 
         return stored_config(path), None
     tree = read_tree(path, changes)
@@ -73,8 +73,8 @@ def begin(path: Path, changes: list[str]) -> tuple[Config, dict[str, Any] | None
 
 def here(config: Config, folder: Path, *, quiet: bool) -> dict[str, Any] | None:
     """Coordinate it in this process; None: interrupted, and can go on."""
-    from fedqueue.runtime.local import Agents
-    from fedqueue.runtime.serve import coordinate
+    from fedqueue.coordinator.serve import coordinate
+    from fedqueue.one_machine import Agents
 
     # Any port: only this run's own agents call it.
     server = dataclasses.replace(config.server, host="127.0.0.1", port=0, wait_for=None)

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: a run goes on as it began; begin another to change something")
         return _serve(config, args.config.absolute(), plain=args.plain_http)
-    from fedqueue.runtime.opening import store_config
-    from fedqueue.runtime.server import ADDRESS
+    from fedqueue.coordinator.run_folder import store_config
+    from fedqueue.coordinator.server import ADDRESS
 
     with new_folder(args.out, f"{config.run.name}-{config.run.strategy}", kept_with=ADDRESS) as folder:
         store_config(folder.absolute(), tree, args.config.parent)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: Any, folder: Path, *, plain: bool) -> int:
-    from fedqueue.runtime.serve import coordinate
+    from fedqueue.coordinator.serve import coordinate
 
     with live.following(config, quiet=False, served=True) as screen, common.until_interrupted() as interrupted:
 

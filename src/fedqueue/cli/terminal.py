@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedqueue.config import Config
 from fedqueue.engine import Listener
-from fedqueue.messages import Command, Event, ModelReady, ModelScored
+from fedqueue.protocol.messages import Command, Event, ModelReady, ModelScored
 
 PLAIN_WIDTH = 200  # columns when nobody says how wide the output is
 REFRESH_SECONDS = 0.1

@@ -5,8 +5,8 @@ They run beside the driver and enter a run as `ForecastIssued`, so a replay neve
 
 from __future__ import annotations
 
-from fedqueue.messages import ForecastIssued
-from fedqueue.predict.base import Forecast
+from fedqueue.protocol.messages import ForecastIssued
+from fedqueue.protocol.predict.base import Forecast
 
 
 def issued(forecast: Forecast, *, facility: str, at: float, source: str) -> ForecastIssued:

@@ -21,9 +21,9 @@ from fedqueue.errors import ConfigError
 from fedqueue.forecasting import issued
 from fedqueue.forecasting.calibration import Calibration, Said
 from fedqueue.forecasting.state import SchedulerState
-from fedqueue.messages import ForecastIssued
-from fedqueue.predict.base import Forecast
-from fedqueue.predict.logspace import to_log
+from fedqueue.protocol.messages import ForecastIssued
+from fedqueue.protocol.predict.base import Forecast
+from fedqueue.protocol.predict.logspace import to_log
 
 EXAMPLES: Final = 6000  # newest started jobs of near shape
 FIRST: Final = 60  # so many before there is a model

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fedqueue.predict.base import LEVELS, Forecast, Spread, quantile_of
-from fedqueue.predict.conformal import FEW, WINDOW, Levels
-from fedqueue.predict.logspace import from_log, to_log
+from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantile_of
+from fedqueue.protocol.predict.conformal import FEW, WINDOW, Levels
+from fedqueue.protocol.predict.logspace import from_log, to_log
 
 GUESS: Final = [-2.0, -1.0, 0.0, 1.0, 2.0]  # errors, until there are enough
 

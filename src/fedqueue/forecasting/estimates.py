@@ -13,9 +13,9 @@ from typing import Final
 
 from fedqueue.forecasting import issued
 from fedqueue.forecasting.calibration import Calibration, Said
-from fedqueue.messages import ForecastIssued
-from fedqueue.predict import PREDICTORS, Forecast
-from fedqueue.predict.logspace import to_log
+from fedqueue.protocol.messages import ForecastIssued
+from fedqueue.protocol.predict import PREDICTORS, Forecast
+from fedqueue.protocol.predict.logspace import to_log
 
 MOST_OPEN: Final = 1000  # of our jobs that wait; beyond it the oldest is forgotten
 OWN_WAITS: Final = "conformal"  # where the scheduler says nothing

@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 
-from fedqueue.budget import reserve
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.forecasting.boosting import MISSING, Boosting
 from fedqueue.forecasting.probes import default_warm_up, probe_jobs
@@ -31,7 +30,8 @@ from fedqueue.forecasting.scores import (
 )
 from fedqueue.forecasting.state import Kind, events
 from fedqueue.history.joblog import JobLog
-from fedqueue.predict import CALIBRATED, LEVELS, PREDICTORS, Forecast, check_name, make_predictor
+from fedqueue.protocol.budget import reserve
+from fedqueue.protocol.predict import CALIBRATED, LEVELS, PREDICTORS, Forecast, check_name, make_predictor
 
 PUBLISHED: Final = "ewma"  # what every forecaster is held against
 BOOSTING: Final = "boosting"

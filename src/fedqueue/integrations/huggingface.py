@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from fedqueue.training.handin import load_declared
-from fedqueue.training.participate import Work
+from fedqueue.worker.handin import load_declared
+from fedqueue.worker.participate import Work
 
 
 class FedQueueCallback(TrainerCallback):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedqueue.training.handin import is_torch, load_declared
-from fedqueue.training.participate import Work
+from fedqueue.worker.handin import is_torch, load_declared
+from fedqueue.worker.participate import Work
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

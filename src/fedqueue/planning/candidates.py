@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from fedqueue.config import Config, FixedQueue
 from fedqueue.planning.places import Place
-from fedqueue.strategies import STRATEGIES
-from fedqueue.strategies.base import STRETCH
-from fedqueue.strategies.fedcompass import FedCompassOptions
-from fedqueue.strategies.fedqueue import FedQueueOptions
-from fedqueue.strategies.fixed_steps import FixedStepOptions
-from fedqueue.strategies.jit import JitOptions
-from fedqueue.strategies.rounds import RoundOptions
+from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.strategies.base import STRETCH
+from fedqueue.protocol.strategies.fedcompass import FedCompassOptions
+from fedqueue.protocol.strategies.fedqueue import FedQueueOptions
+from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions
+from fedqueue.protocol.strategies.jit import JitOptions
+from fedqueue.protocol.strategies.rounds import RoundOptions
 from fedqueue.training.settings import TaskSettings
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0

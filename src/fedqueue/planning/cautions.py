@@ -10,7 +10,7 @@ import numpy as np
 from fedqueue.planning.measure import DAY
 from fedqueue.planning.places import Place, jobs_alike
 from fedqueue.planning.search import Setting, Trial, Tried
-from fedqueue.planning.words import amount, duration
+from fedqueue.planning.text import amount, duration
 
 if TYPE_CHECKING:
     from fedqueue.planning.advice import Rival

@@ -17,7 +17,7 @@ from fedqueue.history.ledgers import ledger_of
 from fedqueue.history.trace import write_log
 from fedqueue.planning.advice import Advice, FacilityAdvice
 from fedqueue.planning.candidates import first_delay, options_of
-from fedqueue.planning.words import amount, duration
+from fedqueue.planning.text import amount, duration
 
 Comments = dict[tuple[str, ...], str]
 """By the path of a key: what stands behind its value."""

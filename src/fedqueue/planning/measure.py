@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fedqueue.config import Config
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     AssignWork,
     Command,
     Event,
@@ -22,7 +22,7 @@ from fedqueue.messages import (
     UpdateArrived,
     facility_of,
 )
-from fedqueue.weigh import discount
+from fedqueue.protocol.weigh import discount
 
 DAY: Final = 86_400.0
 BETA: Final = 0.5

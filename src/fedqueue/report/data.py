@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import Command, facility_of
 from fedqueue.metrics import Tally
+from fedqueue.protocol.messages import Command, facility_of
+from fedqueue.protocol.wire import parse
 from fedqueue.runs import SUMMARY
-from fedqueue.wire import parse
 
 Curve = Sequence[tuple[float, float]]
 """(virtual seconds, score) of every model that was scored, in order."""

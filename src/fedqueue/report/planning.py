@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedqueue.planning.advice import Advice
 from fedqueue.planning.search import Tried
-from fedqueue.planning.words import duration
+from fedqueue.planning.text import duration
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.report.plots import MARKERS
 from fedqueue.report.style import INK, PAPER, new_figure, save_png, strategy_colours, styled
-from fedqueue.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedqueue.errors import ConfigError
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.report.data import Curve, Run, read_run
 from fedqueue.report.style import (
     FAINT,
@@ -27,7 +28,6 @@ from fedqueue.report.style import (
     styled,
 )
 from fedqueue.report.timeline import timeline
-from fedqueue.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from fedqueue.messages import Aggregate, Assignment, JobId
+from fedqueue.protocol.messages import Aggregate, Assignment, JobId
 
 if TYPE_CHECKING:
     from fedqueue.aggregate import StateDict

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedqueue.config import Config
 from fedqueue.engine import Listener
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Event,
     JobEnded,
     JobFailed,

@@ -17,7 +17,7 @@ from typing import Any
 from fedqueue.config import Config, FixedQueue
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     Assignment,
     CoordinatorResumed,
     Event,
@@ -40,7 +40,7 @@ from fedqueue.messages import (
     facility_of,
     sequence_of,
 )
-from fedqueue.plan import Plan
+from fedqueue.protocol.plan import Plan
 from fedqueue.runs import rebuild_plan
 from fedqueue.sim.site import Course as SimCourse
 from fedqueue.sim.site import SimJob, Site

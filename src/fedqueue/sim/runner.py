@@ -14,7 +14,7 @@ from fedqueue.engine import Listener
 from fedqueue.errors import FedQueueError
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.metrics import Tally
-from fedqueue.roles import must_match, special
+from fedqueue.protocol.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe, write_json
 from fedqueue.sim.learning import Learning, RealLearning, TimingOnly
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy

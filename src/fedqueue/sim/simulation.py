@@ -15,7 +15,7 @@ from typing import Any
 
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
-from fedqueue.messages import (
+from fedqueue.protocol.messages import (
     WALL_TIME,
     Aggregate,
     Assignment,
@@ -45,10 +45,10 @@ from fedqueue.messages import (
     facility_of,
     finite_or_none,
 )
-from fedqueue.plan import FacilityProfile, Plan
+from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.strategies import STRATEGIES, Strategy
 from fedqueue.sim.learning import Learning
 from fedqueue.sim.site import AT_SCHEDULER, Course, SimJob, Site
-from fedqueue.strategies import STRATEGIES, Strategy
 
 JOBS, MODELS, TIMERS = range(3)  # what comes first at equal times
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from fedqueue.budget import ROUNDING, bind, linger_until
 from fedqueue.config import Config, FacilitySettings
 from fedqueue.errors import ConfigError
-from fedqueue.messages import Assignment, Event, JobId, Order, Standing, sequence_of
+from fedqueue.protocol.budget import ROUNDING, bind, linger_until
+from fedqueue.protocol.messages import Assignment, Event, JobId, Order, Standing, sequence_of
 from fedqueue.sim.faults import Faults
 from fedqueue.sim.queues import make_queue, true_mean
 

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from fedqueue.roles import declaration
+from fedqueue.protocol.roles import declaration
 from fedqueue.training.settings import StoredTask
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.roles import buffer_roles
+from fedqueue.protocol.roles import buffer_roles
 from fedqueue.training import partition
 from fedqueue.training.keyed import sample_draws
 from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
@@ -59,7 +59,7 @@ class Task(Protocol):
         """The first model: the same seed gives the same bits."""
 
     def declared_roles(self) -> dict[str, str]:
-        """What its buffers are, by name: see `fedqueue.roles`."""
+        """What its buffers are, by name: see `fedqueue.protocol.roles`."""
 
     def data_sizes(self) -> tuple[int, ...]:
         """Training samples of each facility."""

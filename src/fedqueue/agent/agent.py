@@ -1,0 +1,389 @@
+"""The agent of a facility: claims orders, submits jobs, watches them, hands in what they made.
+
+It runs on a login node, as a daemon or once in a while from cron, and may be gone for days: jobs go on, results wait,
+the next start goes on from its journal. It asks and is never asked, and runs nothing but its own config's command.
+One turn: look at the scheduler and at the job folders, tell the coordinator what happened, do what it says.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue import PROTOCOL
+from fedqueue.agent.agent_state import Memory, Notes, Work
+from fedqueue.agent.delivery import Delivery
+from fedqueue.agent.evaluation import Evaluation
+from fedqueue.agent.job_folder import JobFolder, script
+from fedqueue.agent.journal import Lease
+from fedqueue.agent.live_forecast import Foreseeing
+from fedqueue.agent.model_cache import Shelf
+from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer
+from fedqueue.agent.schedulers import (
+    JobRequest,
+    SchedulerUnreachableError,
+    SubmitRefusedError,
+    make_scheduler,
+)
+from fedqueue.agent.settings import AgentConfig
+from fedqueue.agent.staging import stage_worker
+from fedqueue.agent.station import Station
+from fedqueue.agent.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.agent.watching import Watching
+from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.failpoints import failpoint
+from fedqueue.protocol.reports import MOST_REPORTS, REASON_LENGTH
+
+LEAST_LEASE: Final = 120.0  # seconds
+GOODBYE_SECONDS: Final = 5.0
+
+
+class Agent:
+    def __init__(
+        self,
+        config: AgentConfig,
+        home: Path,
+        facility: str,
+        client: Client,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "state").mkdir(exist_ok=True)
+        self._lease = Lease(home, max(LEAST_LEASE, 3 * config.agent.poll_seconds))
+        self._session = secrets.token_hex(8)
+        self._reached = False  # the coordinator, in this turn
+        self._met = False  # the coordinator, since we started
+        self._client = client
+        self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
+        self._shelf = Shelf(home, client, self._station.clock, self._station.trouble)
+        self._worker = stage_worker(home) if config.agent.stage_worker else None
+        self._evaluation = Evaluation(self._station, self._shelf, self._worker)
+        self._delivery = Delivery(self._station, client)
+        self._watching = Watching(self._station, self._delivery.on_its_way)
+        self._foreseeing = Foreseeing(self._station)
+
+    # Life -----------------------------------------------------------------------------------------------
+
+    def run(self, *, once: bool, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Until the run is over, or with `once` until there is nothing more to do now."""
+        turns = 0
+        while not stopping():
+            self.turn()
+            turns += 1
+            if self.over is not None and not self._delivery.moving and not self._memory.works:
+                self._evaluation.stop()
+                return
+            if once:
+                if turns >= 2 and not (self._reached and self._busy()):
+                    return
+                self._wait(min(1.0, self._station.settings.poll_seconds), stopping)
+            else:
+                self._wait(self._station.settings.poll_seconds, stopping)
+
+    def turn(self) -> None:
+        """Look, tell, do. What cannot be done now is done in a later turn."""
+        self._reached = False
+        try:
+            self._lease.renew()
+            self._station.clock.read()
+            if not self._met:
+                self._tell_and_do()  # before anything is noted: was one of us set back?
+            self._watching.look()
+            self._evaluation.turn()
+            self._foreseeing.turn()
+            if self._met:
+                self._tell_and_do()
+            self._submit_what_waits()
+            self._foreseeing.follow()
+        except (StorageError, OSError) as error:  # shared file systems have bad moments
+            self._station.trouble("disk", str(error))
+            self._say_stuck()
+        else:
+            self._station.fine("disk")
+
+    def _say_stuck(self) -> None:
+        """Nothing can be done for now; whoever asks the coordinator why should find out."""
+        with suppress(FedQueueError):
+            self._client.call("POST", "/v1/poll", {**self._poll_body([]), "stuck": True})
+
+    def close(self) -> None:
+        """End in peace: the coordinator may take another agent at once."""
+        if self._delivery.moving or self._shelf.busy:
+            self._station.say("waiting for a transfer; Ctrl-C or `kill` once more ends at once, and nothing is lost")
+        self._delivery.close()
+        self._shelf.close()
+        try:
+            self._say_goodbye()
+        finally:
+            self._station.notes.close()
+            self._lease.release()
+
+    def _say_goodbye(self) -> None:
+        """Once; at the end of the run for a while, because a coordinator that was killed just now waits for it."""
+        until = time.monotonic() + (GOODBYE_SECONDS if self.over is not None else 0.0)
+        while True:
+            try:
+                self._client.call("POST", "/v1/poll", self._poll_body([], leaving=True))
+                return
+            except CoordinatorUnreachableError:
+                if time.monotonic() >= until:
+                    return
+            except FedQueueError:
+                return
+            time.sleep(min(1.0, self._station.settings.poll_seconds))
+
+    def _wait(self, seconds: float, stopping: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        moving = self._delivery.moving
+        while not stopping() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+            if any(future.done() for future in moving):
+                return
+
+    def _busy(self) -> bool:
+        return bool(self._delivery.moving) or self._shelf.busy or bool(self._memory.reports)
+
+    @property
+    def over(self) -> str | None:
+        """Why the run is over; None: it is not, as far as we know."""
+        return self._station.memory.over
+
+    @property
+    def _memory(self) -> Memory:
+        return self._station.memory
+
+    # Telling and doing ----------------------------------------------------------------------------------
+
+    def _poll_body(self, reports: list[dict[str, Any]], *, leaving: bool = False) -> dict[str, Any]:
+        return {
+            "journal": self._memory.journal_id,
+            "session": self._session,
+            "generation": self._lease.generation,
+            "host": socket.gethostname(),
+            "poll_seconds": self._station.settings.poll_seconds,
+            "standing": self._shelf.standing_number,
+            "open": sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
+            "newest": self._memory.newest_report,
+            "reports": reports,
+            "leaving": leaving,
+            "troubles": self._station.troubles(),
+        }
+
+    def _tell_and_do(self) -> None:
+        memory = self._memory
+        answer = self._ask()
+        if answer is None:
+            return
+        received_at = self._station.clock.now()
+        self._station.fine("coordinator")
+        self._compare(answer["received"])
+        if answer["over"] != memory.over:  # noted: who is killed on its way out need not find the coordinator again
+            self._station.notes.note({"kind": "over", "reason": answer["over"]})
+        for order in answer["orders"]:
+            self._take_order(order)
+        for sequence in answer["cancel"]:
+            work = memory.works.get(sequence)
+            if work is None:
+                self._cancel_unknown(sequence)
+            elif not work.cancelled:
+                self._cancel(work)
+        self._shelf.want(answer["standing"], received_at)
+        needed = [work.order["model"] for work in memory.works.values() if work.order["model"] is not None]
+        self._evaluation.want(answer["evaluate"])
+        self._shelf.keep([*needed, *self._evaluation.models()], self._taken())
+        self._delivery.turn()
+
+    def _ask(self) -> dict[str, Any] | None:
+        """Tell what is new, and hear what is to be done; None: the coordinator does not know us yet, or is away."""
+        memory = self._memory
+        # At first no report of this process: the coordinator may have others of the same numbers from a lost journal.
+        numbers = [n for n in sorted(memory.reports) if self._met or n <= self._station.notes.found]
+        reports = [self._said_now(n, memory.reports[n]) for n in numbers[: MOST_REPORTS // 4]]
+        try:
+            answer = checked_answer(self._client.call("POST", "/v1/poll", self._poll_body(reports)))
+        except CoordinatorUnreachableError as error:
+            self._station.trouble("coordinator", f"the coordinator is out of reach: {error}")
+            return None
+        except CoordinatorRefusedError as error:
+            if "received" not in error.answer:
+                raise
+            self._met = True
+            self._follow_coordinator()
+            return None
+        self._reached = True
+        return answer
+
+    def _compare(self, received: int) -> None:
+        """The coordinator's newest report of ours, against ours: an older copy of either may have been restored."""
+        memory, notes = self._memory, self._station.notes
+        acknowledged = min(memory.reports, default=memory.newest_report + 1) - 1
+        if not self._met and received > notes.found:
+            self._station.say(
+                "the coordinator has heard of jobs that are not in the journal: this home was restored from an older "
+                "copy; the agent goes on from what is in it, and jobs that are not in it are given up"
+            )
+            notes.begin_anew(after=notes.found)
+        elif received < acknowledged:
+            self._follow_coordinator()
+        elif received > acknowledged:
+            notes.note({"kind": "received", "n": received})
+        self._met = True
+
+    def _follow_coordinator(self) -> None:
+        self._station.say(
+            "the coordinator has forgotten what it was told: its run folder was restored from an older copy; the agent "
+            "goes on with the jobs that the coordinator knows"
+        )
+        self._station.notes.begin_anew(after=self._memory.newest_report)
+
+    def _taken(self) -> set[int]:
+        """Versions that open jobs took from standing work."""
+        folders = [self._station.folder(work) for work in self._memory.works.values() if not work.order["assignment"]]
+        return {bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
+
+    def _said_now(self, n: int, report: Mapping[str, Any]) -> dict[str, Any]:
+        """A report as it is sent: how long ago, instead of when."""
+        said = {key: value for key, value in report.items() if key not in ("at", "took_work_at")}
+        if said["kind"] == "started":
+            said["ago"] = max(0.0, self._station.clock.now() - report["took_work_at"])
+        return {"n": n, **said}
+
+    def _take_order(self, order: dict[str, Any]) -> None:
+        sequence, memory = order["sequence"], self._memory
+        if sequence in memory.works or any(r.get("sequence") == sequence for r in memory.reports.values()):
+            return  # the coordinator has not heard yet of what became of it
+        if sequence <= memory.known:
+            reason = "this facility has had an order of this number, and no longer has it"
+            report = self._station.notes.report(kind="refused", sequence=sequence, reason=reason, transient=True)
+            self._station.notes.note(report)
+        elif len(memory.works) < MOST_ORDERS:
+            named = {**order, "name": self._name(sequence)}
+            self._station.notes.note(
+                {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": named}
+            )
+            failpoint("agent.ordered")
+
+    def _name(self, sequence: int) -> str:
+        """Of a job at the scheduler."""
+        return f"fq-{self._memory.journal_id[:8]}-{sequence}"
+
+    def _cancel(self, work: Work) -> None:
+        if self._delivery.unanswered(work):
+            return  # the coordinator will say what it thinks of its update
+        if work.scheduler_id is None and not work.intended:
+            self._station.notes.note(self._station.closing(work, 0.0))
+            return
+        self._station.notes.note({"kind": "cancel", "sequence": work.sequence})
+
+    def _cancel_unknown(self, sequence: int) -> None:
+        """A job that was ours before the journal was lost or set back: the scheduler may have it still."""
+        name = JobFolder(self._station.home, str(sequence)).name() or self._name(sequence)
+        order = {
+            "name": name,
+            "purpose": "train",
+            "wall_seconds": 1.0,
+            "after": None,
+            "assignment": None,
+            "model": None,
+        }
+        self._station.notes.note(
+            {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": order},
+            {"kind": "intent", "sequence": sequence, "at": self._station.clock.now()},
+            {"kind": "cancel", "sequence": sequence},
+        )
+
+    def _submit_what_waits(self) -> None:
+        for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
+            unbound = work.order["assignment"] is None and not self._shelf.standing_path.exists()
+            if work.scheduler_id is None and (work.intended or not unbound):  # otherwise it would find no work
+                try:
+                    self._submit(work)
+                except SchedulerUnreachableError as error:
+                    self._station.trouble("scheduler", f"the scheduler did not answer: {error}")
+                    return
+                except SubmitRefusedError as refused:
+                    self._station.say(f"job {work.sequence} was refused: {refused.reason}")
+                    self._refuse(work, refused.reason, refused.transient)
+
+    def _submit(self, work: Work) -> None:
+        folder = self._station.folder(work)
+        if work.intended or self._memory.restored or not self._met:  # killed or cut off while we asked, or set back
+            found = self._station.scheduler.find(work.name)
+            if found is None and folder.attempts():
+                found = "forgotten"  # it ran, and the scheduler no longer knows it
+            if found is not None:
+                self._submitted(work, found, work.asked_at or self._station.clock.now())
+                return
+            if work.cancelled:
+                self._station.notes.note(self._station.closing(work, 0.0))
+                return
+        elif folder.attempts():
+            folder.put_aside()  # of a job that is not in this journal, and may still run
+        wall = self._station.wall(work)
+        self._station.check_cap(wall)
+        folder.prepare(self._order_file(work, wall), self._script(folder, work))
+        before = self._memory.works.get(work.order["after"]) if work.order["after"] is not None else None
+        request = JobRequest(
+            name=work.name,
+            script=folder.script,
+            folder=folder.path,
+            wall_seconds=wall,
+            after=before.scheduler_id if before is not None and before.ended < before.attempt else None,
+        )
+        failpoint("agent.prepared")
+        asked_at = self._station.clock.now()
+        if not work.intended:
+            self._station.notes.note({"kind": "intent", "sequence": work.sequence, "at": asked_at})
+        work.asked_at = asked_at
+        failpoint("agent.intended")
+        scheduler_id = self._station.scheduler.submit(request)
+        failpoint("agent.submitted")
+        self._submitted(work, scheduler_id, self._station.clock.now())
+
+    def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
+        report = self._station.notes.report(kind="submitted", sequence=work.sequence)
+        self._station.notes.note(
+            {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": at},
+            *([report] if not work.cancelled else []),  # otherwise nobody waits for it
+        )
+
+    def _refuse(self, work: Work, reason: str, transient: bool) -> None:
+        self._station.notes.note(
+            self._station.notes.report(
+                kind="refused", sequence=work.sequence, reason=reason[:REASON_LENGTH], transient=transient
+            ),
+            self._station.closing(work, 0.0),
+        )
+
+    def _order_file(self, work: Work, wall: float) -> dict[str, Any]:
+        order = work.order
+        return {
+            "protocol": PROTOCOL,
+            "name": work.name,
+            "job_id": f"{self._station.facility}/{work.sequence}",
+            "facility": self._station.facility,
+            "round": order["round"],
+            "purpose": order["purpose"],
+            "wall_seconds": wall,
+            "nodes": self._station.nodes,
+            "standing": str(self._shelf.standing_path),
+            "state_dir": str(self._station.home / "state"),
+            "model": str(self._shelf.path(order["model"])) if order["model"] is not None else None,
+            "assignment": order["assignment"],
+        }
+
+    def _script(self, folder: JobFolder, work: Work) -> str:
+        return script(
+            folder,
+            command=self._station.settings.command,
+            before=self._station.settings.before,
+            environment=self._station.settings.environment,
+            python_path=self._worker,
+            label=f"{self._station.facility}/{work.sequence}",
+        )

@@ -1,0 +1,125 @@
+"""How a facility comes to its credential: an invitation from the operator, used once, becomes a file in its home."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue.agent.transport import Client
+from fedqueue.coordinator.access import write_secret
+from fedqueue.errors import ConfigError, StorageError
+
+FILE: Final = "credential"
+MARK: Final = "fedqueue1:"
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a facility, as in the config of a run. It comes from the coordinator, and goes into files and scripts here."""
+SECRET: Final = re.compile(r"[A-Za-z0-9_-]{16,200}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrolment:
+    """What HOME/credential holds; nobody but its owner may read it."""
+
+    url: str
+    facility: str
+    credential: str
+    certificate: str | None = None  # PEM, where the coordinator's is of its own making
+    run: str = ""  # which one
+
+    def __post_init__(self) -> None:
+        texts = (self.url, self.facility, self.credential, self.certificate or "", self.run)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("it must hold texts")
+        if not NAME.fullmatch(self.facility) or not SECRET.fullmatch(self.credential):
+            raise ValueError("it holds no name of a facility, or no credential")
+
+    def save(self, home: Path) -> None:
+        make_home(home)
+        write_secret(home / FILE, json.dumps(vars(self)))
+
+    @classmethod
+    def load(cls, home: Path) -> Enrolment:
+        path = home / FILE
+        try:
+            if path.stat().st_mode & 0o077:
+                raise ConfigError(f"{path}: others may read it; `chmod 600 {path}`, and have it revoked if they did")
+            if home.stat().st_mode & 0o002:
+                raise ConfigError(f"{home}: everybody may write to it, and so to your jobs; `chmod o-w {home}`")
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ConfigError(f"{home}: this facility is not enrolled; `fedqueue enroll AGENT.toml`") from None
+        except (ValueError, TypeError):
+            raise ConfigError(f"{path}: is not a credential; enrol this facility anew") from None
+
+    def client(self, home: Path, proxy: str | None) -> Client:
+        ca = None
+        if self.certificate is not None:
+            ca = home / "coordinator.pem"
+            write_secret(ca, self.certificate)
+        return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
+
+
+def make_home(home: Path) -> None:
+    """Its owner's alone, if it is not there."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{home}: cannot be made: {error.strerror}; choose another home") from None
+
+
+def invitation(url: str, token: str, certificate: str | None, run: str) -> str:
+    """One word that holds all a facility needs to enrol; good once. `run` tells runs apart, whatever their names."""
+    packed = json.dumps({"url": url, "token": token, "certificate": certificate, "run": run}).encode()
+    return MARK + base64.urlsafe_b64encode(packed).decode()
+
+
+def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
+    """Use an invitation; the credential is in the home then."""
+    held = _open(text)
+    make_home(home)  # while the invitation is still good
+    if (home / FILE).exists() and Enrolment.load(home).run not in ("", held["run"]):
+        raise ConfigError(
+            f"{home}: belongs to another run, whose jobs and journal it holds; name another home for this one"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        ca = None
+        if held["certificate"] is not None:
+            ca = Path(folder) / "coordinator.pem"
+            ca.write_text(held["certificate"])
+        client = Client(held["url"], ca=ca, proxy=proxy)
+        answer = client.call("POST", "/v1/enroll", {"token": held["token"]})
+        client.close()
+    try:
+        made = Enrolment(
+            url=held["url"],
+            facility=answer.get("facility", ""),
+            credential=answer.get("credential", ""),
+            certificate=held["certificate"],
+            run=held["run"],
+        )
+    except ValueError as error:
+        raise ConfigError(f"{held['url']}: its answer is no enrolment: {error}; is it a coordinator?") from None
+    made.save(home)
+    return made
+
+
+def _open(text: str) -> dict[str, Any]:
+    word = "".join(text.split())
+    try:
+        if not word.startswith(MARK):
+            raise ValueError
+        held = json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK)))
+        if not isinstance(held, dict) or set(held) != {"url", "token", "certificate", "run"}:
+            raise ValueError
+        if not all(isinstance(text, str) for text in (held["url"], held["token"], held["certificate"] or "")):
+            raise ValueError
+        return held
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"that is not an invitation: it begins with {MARK} and comes whole; `fedqueue invite` makes one"
+        ) from None

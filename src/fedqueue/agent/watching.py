@@ -1,0 +1,263 @@
+"""How an agent watches its jobs: by what the scheduler says, and by what they leave in their folders.
+
+Missing is never completed, a failed poll is never a failed job, and only a job's own result is success.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Final
+
+from fedqueue.agent.agent_state import Work
+from fedqueue.agent.job_folder import JobFolder
+from fedqueue.agent.schedulers import JobStatus, SchedulerUnreachableError
+from fedqueue.agent.station import Station
+from fedqueue.protocol.messages import WALL_TIME
+from fedqueue.protocol.reports import REASON_LENGTH
+
+DISAGREE_SECONDS: Final = 60.0
+"""A job cannot have waited for longer than since it was submitted, by more than so much; else its own stamp counts."""
+
+PARTING_SECONDS: Final = 120.0
+"""For a job to end after its update is in: a script may have something left to do."""
+LAST_PARTING_SECONDS: Final = 10.0
+"""The same at the end of the run, when the agent waits for it."""
+
+
+class Watching:
+    def __init__(self, station: Station, on_its_way: Callable[[Work], bool]) -> None:
+        """`on_its_way`: whether the update of a job is being handed in; then nobody looks at it."""
+        self._station = station
+        self._on_its_way = on_its_way
+        self._lost: set[int] = set()  # jobs of which something was gone when we last looked
+        self._taken_back: dict[int, float] = {}  # jobs that wait or run again: since when
+        self._settled: dict[int, float] = {}  # jobs that should end by themselves: since when, monotonic
+
+    def look(self) -> None:
+        """At every job; what is new is noted as a report."""
+        statuses = self._ask_scheduler()
+        for work in list(self._station.memory.works.values()):
+            self._look(work, statuses)
+        if statuses is not None:
+            self._tell_held(statuses)
+
+    def _ask_scheduler(self) -> dict[str, JobStatus] | None:
+        """What the scheduler knows of our jobs; None: it could not be asked, which says nothing about them."""
+        ids = [work.scheduler_id for work in self._station.memory.works.values() if work.scheduler_id]
+        if not ids:
+            return {}
+        try:
+            found = self._station.scheduler.poll(ids)
+        except SchedulerUnreachableError as error:
+            self._station.trouble("scheduler", f"the scheduler did not answer: {error}")
+            return None
+        self._station.fine("scheduler")
+        return found
+
+    def _tell_held(self, statuses: dict[str, JobStatus]) -> None:
+        """A job that a person holds is why the facility idles, and only a person can change that."""
+        works = {work.scheduler_id: work for work in self._station.memory.works.values() if not work.cancelled}
+        lines = [
+            f"job {works[scheduler_id].sequence} is {status.held}"
+            for scheduler_id, status in statuses.items()
+            if status.held is not None and scheduler_id in works
+        ]
+        if lines:
+            self._station.trouble("held jobs", "; ".join(lines))
+        else:
+            self._station.fine("held jobs")
+
+    def _look(self, work: Work, statuses: dict[str, JobStatus] | None) -> None:
+        if work.scheduler_id is None:
+            return
+        status = statuses.get(work.scheduler_id) if statuses is not None else None
+        if status is not None and status.name not in (None, work.name):
+            status = None  # the scheduler lost ours and gave its id to another
+        if work.cancelled:
+            if not self._on_its_way(work):
+                self._see_cancelled(work, statuses, status)
+            return
+        folder = self._station.folder(work)
+        if not work.settled and not self._on_its_way(work) and self._see_loss(work, folder):
+            return
+        if work.ended < work.attempt:
+            self._see_progress(work, folder, statuses, status)
+        if work.ended == work.attempt:
+            self._see_off(work, folder, statuses, status)
+
+    def _see_progress(
+        self, work: Work, folder: JobFolder, statuses: dict[str, JobStatus] | None, status: JobStatus | None
+    ) -> None:
+        newest = folder.attempts() - 1
+        if folder.result(work.attempt) is None:
+            self._see_requeue(work, folder, newest, status)
+        elif newest > work.attempt or (status is not None and status.phase == "waiting"):
+            newest, status = work.attempt, None  # what it handed in counts, and not that it was taken back thereafter
+        if newest >= work.attempt and work.started < newest:
+            self._see_start(work, folder, newest, status, asked=statuses is not None)
+        if work.started == newest == work.attempt and (result := folder.result(newest)) is not None:
+            work.missing_since = None
+            began, finished = folder.started(newest), folder.finished(newest)
+            self._station.notes.note(
+                self._station.notes.report(
+                    kind="ended",
+                    sequence=work.sequence,
+                    attempt=newest,
+                    steps_done=result.steps_done,
+                    train_seconds=result.train_seconds,
+                    held_seconds=max(0.0, finished - began) if began is not None and finished is not None else 0.0,
+                )
+            )
+        elif statuses is not None:
+            self._see_end_without_result(work, folder, newest, status)
+
+    def _see_loss(self, work: Work, folder: JobFolder) -> bool:
+        """Without its folder a job cannot hand in, so it is ended; once it is seen twice, as disks have bad moments."""
+        lost = folder.gone(work.started)
+        if lost is None:
+            self._lost.discard(work.sequence)
+        elif work.sequence not in self._lost:
+            self._lost.add(work.sequence)
+        else:
+            where = lost.relative_to(self._station.home)
+            reason = f"{where} is gone from the facility's disk, so nothing can be handed in"
+            self._station.fail(work, reason, transient=True, and_end=True)
+        return lost is not None
+
+    def _see_requeue(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
+        """It runs again, or waits again after it ran. One that waits may be handing in still, since it was told to stop
+        when it was taken back: its result has some time to show."""
+        waits = status is not None and status.phase == "waiting" and work.started == newest >= work.attempt
+        if newest <= work.attempt and not waits:
+            self._taken_back.pop(work.sequence, None)
+            return
+        since = self._taken_back.setdefault(work.sequence, self._station.clock.now())
+        if newest <= work.attempt and self._station.clock.now() - since < self._station.settings.grace_seconds:
+            return
+        held = self._held_until_requeue(work, folder, newest, since)
+        reason = (status.reason if status is not None else "") or "taken back into the queue"
+        report = self._station.notes.report(
+            kind="requeued",
+            sequence=work.sequence,
+            attempt=max(newest, work.attempt + 1),
+            reason=reason[:REASON_LENGTH],
+            held_seconds=held,
+        )
+        counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
+        self._station.notes.note({**report, "at": since}, counts)
+        del self._taken_back[work.sequence]
+
+    def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int, taken_back: float) -> float:
+        """Seconds that it held its nodes before it was requeued: until it started again, if it has, and never longer
+        than its wall time. Of several runs that nobody saw, all count."""
+        starts = [folder.started(attempt) for attempt in range(work.attempt, newest + 1)]
+        known = [start for start in starts if start is not None]
+        if newest <= work.attempt:
+            known.append(taken_back)
+        return sum(min(max(0.0, end - start), self._station.wall(work)) for start, end in pairwise(known))
+
+    def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
+        stamp = folder.started(newest)
+        bound = folder.bound(newest) if work.order["assignment"] is None else None
+        if stamp is None or (work.order["assignment"] is None and bound is None):
+            return  # it has begun to begin
+        not_yet = status is not None and status.phase == "running" and status.started_at is None
+        if (not asked or not_yet) and folder.result(newest) is None:
+            return  # the scheduler's times will come
+        took_work = folder.took_work(newest) if bound is not None else None
+        took_work_at = stamp if bound is None or took_work is None else took_work - bound.startup_seconds
+        self._station.notes.note(
+            self._station.notes.report(
+                kind="started",
+                sequence=work.sequence,
+                attempt=newest,
+                admission_delay=self._admission_delay(work, newest, stamp, status),
+                took_work_at=took_work_at,
+                lingered=max(0.0, bound.lingered) if bound is not None else 0.0,
+                bound=vars(bound.bound()) if bound is not None else None,
+            )
+        )
+
+    def _admission_delay(self, work: Work, attempt: int, stamp: float, status: JobStatus | None) -> float:
+        """Start minus eligible, both by the scheduler's clock, which nothing else is compared with."""
+        if status is not None and status.started_at is not None and status.eligible_at is not None:
+            waited = status.started_at - status.eligible_at
+            there = self._station.folder(work).started(attempt - 1) if attempt > 0 else work.asked_at
+            if there is None or waited <= stamp - there + DISAGREE_SECONDS:
+                return max(0.0, waited)
+            self._station.say(
+                f"job {work.sequence}: its scheduler says that it waited for {waited:.0f} s, and it was there for "
+                f"{stamp - there:.0f}; that counts"
+            )
+        eligible = work.requeued_at if attempt > 0 else work.submitted_at
+        before = self._station.folder(work).started(attempt - 1) if attempt > 0 else None
+        if eligible is not None and eligible > stamp and before is not None:
+            # Nobody saw it wait. It ran until it started again, or for its wall time if that was shorter.
+            eligible = before + self._station.wall(work)
+        return max(0.0, stamp - (eligible if eligible is not None else stamp))
+
+    def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
+        never = status.never_starts if status is not None else None
+        if never is None and status is not None and status.phase != "ended":
+            work.missing_since = None
+            return
+        if work.missing_since is None:
+            work.missing_since = time.monotonic()
+        bad_luck = status is not None and status.bad_luck
+        at_once = never is not None and not bad_luck
+        if not at_once and time.monotonic() - work.missing_since < self._station.settings.grace_seconds:
+            return  # file systems lag: its result may be about to show; and bad luck may pass
+        if never is not None:
+            self._station.fail(work, f"it can never start: {never}", transient=bad_luck, and_end=True)
+            return
+        held = None
+        if status is not None and status.started_at is not None and status.ended_at is not None and newest >= 0:
+            held = max(0.0, status.ended_at - status.started_at)
+        self._station.fail(work, self._why_failed(folder, status), transient=True, newest=newest, held_seconds=held)
+
+    def _why_failed(self, folder: JobFolder, status: JobStatus | None) -> str:
+        if folder.out_of_time(folder.attempts() - 1):
+            return WALL_TIME
+        where = f"its output is in {folder.output.relative_to(self._station.home)} at the facility"
+        if status is None:
+            return f"the scheduler no longer knows the job, and it left no result; {where}"
+        if status.outcome == "timeout":
+            return WALL_TIME
+        code = f" with exit code {status.exit_code}" if status.exit_code is not None else ""
+        how = {"cancelled": "was cancelled at the scheduler", "completed": "ended without handing anything in"}
+        said = how.get(status.outcome or "", f"ended ({status.outcome}){code}")
+        return f"it {said}; {where}"
+
+    def _see_cancelled(self, work: Work, statuses: dict[str, JobStatus] | None, status: JobStatus | None) -> None:
+        if statuses is None:
+            return
+        if status is not None and status.phase != "ended":
+            self._station.cancel(work)
+            return
+        self._station.notes.note(self._station.closing(work, self._station.held_in_all(work, status)))
+        self._station.tidy(work)
+
+    def _see_off(
+        self, work: Work, folder: JobFolder, statuses: dict[str, JobStatus] | None, status: JobStatus | None
+    ) -> None:
+        """A job that handed in has nothing more to do. One that stays, or that its scheduler runs again, is ended."""
+        again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
+        if again and not work.unwanted:
+            self._station.say(f"{work.name} has handed in and is run again by its scheduler; it is ended")
+            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+        is_there = status is not None and status.phase != "ended"
+        if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
+            self._station.say(f"{work.name} has handed in and did not end; it is ended")
+            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+        if work.unwanted and (is_there or statuses is None):
+            self._station.cancel(work)
+        elif work.settled and statuses is not None and not is_there:
+            self._station.notes.note(self._station.closing(work, self._station.held_in_all(work, status)))
+            self._settled.pop(work.sequence, None)
+
+    def _should_have_ended(self, work: Work) -> bool:
+        since = self._settled.setdefault(work.sequence, time.monotonic())
+        over = self._station.memory.over is not None
+        return time.monotonic() - since > (LAST_PARTING_SECONDS if over else PARTING_SECONDS)

@@ -1,0 +1,647 @@
+"""The driver of a real run: one thread that owns the strategy, the ledger and the run clock.
+
+Everything enters through `ask`, which hands a function to that thread and gives its answer back: a facility's poll,
+an operator's word, a model that was made. Before each, timers that are due fire; so which cutoff an update meets is
+decided by the order of the ledger. What has to be done is read from the books, not remembered: a coordinator that is
+killed at any moment reads its ledger and goes on, and its run clock stood still meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from fedqueue import tensorfile
+from fedqueue.config import Config
+from fedqueue.coordinator.books import Books
+from fedqueue.coordinator.clock import RunClock
+from fedqueue.coordinator.hindrance import Patience, reason
+from fedqueue.coordinator.store import Store
+from fedqueue.engine import Engine, Listener
+from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.failpoints import failpoint
+from fedqueue.ledger import FILE, Ledger, LedgerReader
+from fedqueue.metrics import Tally
+from fedqueue.models import best_of
+from fedqueue.protocol.messages import (
+    Aggregate,
+    AssignWork,
+    CancelJob,
+    CoordinatorResumed,
+    Event,
+    FacilityDrained,
+    FacilityJoined,
+    FacilityLeft,
+    JobFailed,
+    ModelReady,
+    ModelScored,
+    PostWork,
+    Record,
+    RunPaused,
+    RunResumed,
+    RunStarted,
+    SetTimer,
+    StopRequested,
+    StopRun,
+    SubmitJob,
+    TimerFired,
+    UpdateArrived,
+)
+from fedqueue.protocol.reports import Trouble
+from fedqueue.protocol.strategies import Strategy
+from fedqueue.protocol.wire import encode, parse
+from fedqueue.runs import rebuild_strategy
+
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS: Final = 1.0
+"""How much of the run clock a killed coordinator may lose."""
+
+GOODBYE_SECONDS: Final = 60.0
+"""How long an agent that knows of the run's end may take to end its jobs."""
+
+
+class Refused(FedQueueError):  # it is an answer
+    """What was asked cannot be done; `status` says so in the words of HTTP."""
+
+    def __init__(self, status: int, reason: str, **facts: Any) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.facts = facts
+
+
+class Scorer(Protocol):
+    """Scores models beside the coordinator."""
+
+    def score(self, version: int, model: Path) -> None:
+        """Begin; the score comes through the function that it was made with."""
+
+    def close(self) -> None: ...
+
+
+class NoScorer:
+    def score(self, version: int, model: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Presence:
+    """When a facility was last heard of; not in the ledger, since only the time since then counts."""
+
+    heard: float  # monotonic
+    poll_seconds: float = 0.0
+    session: str = ""
+    generation: int = -1
+    host: str = ""
+    journal: str = ""
+    told_end: float | None = None  # monotonic, of when it was first told that the run is over
+    left: bool = False  # it said goodbye: nobody waits for it
+    ever: bool = False  # heard of since this coordinator started
+    troubles: list[Trouble] = field(default_factory=list)  # that its agent spoke of last
+    spoke: float = 0.0  # monotonic, of then
+
+
+class Coordinator:
+    """Open it with `open_run` of runs on a folder that has a ledger; then `run` in the thread that shall own it."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        listeners: Sequence[Listener] = (),
+        scorer: Callable[[Coordinator], Scorer] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        told: bool = False,
+    ) -> None:
+        """`told`: the listeners know what the ledger holds."""
+        self.config = config
+        self.folder = folder
+        self.store = Store(folder)
+        self._found = self.store.digests()  # when we started
+        self.names = [facility.name for facility in config.facility]
+        self.presence = {name: Presence(time.monotonic()) for name in self.names}
+        self.say = say
+        self._listeners = listeners
+        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._beat = 0.0  # monotonic, of the newest heartbeat; 0: there was none yet
+        self._closing = False
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="maker")  # models, one after the other
+        self._at_work = False  # the maker is
+        self._patience = Patience()  # with what hinders the run
+        self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
+        self._said = ""  # of this, when the run is over
+        self._scoring: set[int] = set()
+        self._score_again: set[int] = set()  # of these, those whose files are waited for
+        self._asked_to_score: int | None = None  # at a facility
+        self._open(told=told)
+        self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
+        self._over_since: float | None = None  # monotonic
+
+    # Opening and recovery -------------------------------------------------------------------------------
+
+    def _open(self, *, told: bool) -> None:
+        """Read the ledger from its beginning: what it holds is what happened, whatever this process remembers."""
+        ledger_path = self.folder / FILE
+        self.books = Books(self.names)
+        self.tally = Tally(
+            round_length=getattr(self.config.options(), "round_length", None) or self.config.run.round_length,
+            nodes={facility.name: facility.nodes for facility in self.config.facility},
+            targets=self.config.run.targets,
+        )
+        self.received: dict[tuple[str, str], int] = {}  # facility, journal -> newest report
+        with LedgerReader(ledger_path) as reader:
+            self.strategy: Strategy = rebuild_strategy(reader.meta)
+            self.books.models[0] = reader.meta["first_model"]
+            self.run_id: str = reader.meta["run"]
+            for name in reader.meta.get("left", []):
+                self.presence[name].left = True
+            heartbeat = reader.meta.get("heartbeat") or {"clock": 0.0, "wall": time.time()}
+            differs = 0
+            for event, recorded in reader.steps():
+                given = [(type(c).__name__, encode(c)) for c in self.strategy.handle(event)]
+                differs += given != recorded
+                # The journal is what counts: another build may decide otherwise from here on, not about the past.
+                commands: Any = [parse(kind, json.loads(text)) for kind, text in recorded]
+                self.books(event, commands)
+                self.tally(event, commands)
+                for listener in () if told else self._listeners:
+                    listener(event, commands)
+            for row in reader.rows("SELECT origin FROM events WHERE origin IS NOT NULL ORDER BY seq"):
+                facility, _, rest = row["origin"].partition("/")
+                journal, _, n = rest.rpartition("/")
+                if facility in self.presence and n.isdigit():
+                    key = (facility, journal)
+                    self.received[key] = max(self.received.get(key, 0), int(n))
+                    self.presence[facility].journal = journal
+        self._ledger = Ledger(ledger_path, None)
+        if differs:
+            self._ledger.note("replay_differences", differs)
+        clock_at = max(self.books.at, heartbeat["clock"])
+        self.clock = RunClock(clock_at)
+        self._down_seconds = max(0.0, time.time() - heartbeat["wall"])
+        # The books first: what they cannot take must not be on record, or no start could read it again.
+        watched: list[Listener] = [self.books, self.tally, self._write, *self._listeners]
+        self._engine = Engine(self.strategy, self, watched)
+        if self.books.events and self.books.stopped is None:
+            if not self.books.held:
+                self.clock.start()
+            self.tell(CoordinatorResumed(at=clock_at, down_seconds=self._down_seconds))
+        elif self.books.stopped is None:
+            self.clock.stop()
+
+    def _write(self, event: Event, commands: Any) -> None:
+        failpoint("ledger.before")
+        self._ledger(event, commands)
+        failpoint("ledger.after")
+
+    # The thread -----------------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until the run is over and everybody who should know knows, or `until` says so."""
+        if self.books.hindrance and self.books.stopped is None:
+            self.say(f"still paused: {self.books.hindrance}")
+            if not self.books.making:
+                self._suspects[self.books.models[self.books.newest]] = "the run cannot go on"
+            self._patience.try_now()
+        self._pump()
+        for version in sorted(set(self.books.models) - self.books.scored):
+            self._score(version)
+        try:
+            while not self._finished() and not until():
+                self._turn()
+            self._ledger.note("stopped", self.books.stopped or "interrupted; it can go on")
+        finally:
+            self._closing = True
+            self._send_away()
+
+    def close(self) -> None:
+        """Let go of everything; what is in the ledger stays."""
+        self._closing = True
+        self._scorer.close()
+        self._maker.shutdown(wait=True, cancel_futures=True)
+        self._send_away()
+        if self.books.stopped is not None:
+            self._ledger.seal()
+        else:
+            self._ledger.abandon()
+
+    def together(self) -> AbstractContextManager[None]:
+        """What is told inside is one transaction: a facility's reports come several at a time."""
+        return self._ledger.together()
+
+    def _send_away(self) -> None:
+        """Whoever still waits for an answer is told to come again."""
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Have the owning thread do this; its answer, or what it raised, comes with the future."""
+        answer: Future[T] = Future()
+
+        def act() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # who asked has gone
+            if self._closing:
+                answer.set_exception(Refused(503, "the coordinator is stopping; try again"))
+                return
+            try:
+                answer.set_result(question())
+            except StorageError as error:
+                answer.set_exception(Refused(507, str(error)))
+                raise
+            except OSError as error:
+                answer.set_exception(Refused(507, f"the coordinator's disk: {self._reason(error)}"))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._inbox.put(act)
+        if self._closing:  # nobody may look at the inbox any more
+            self._send_away()
+        return answer
+
+    def _turn(self) -> None:
+        """One thing that happened, or a second without any."""
+        due = self.books.due() if self.clock.running else None
+        wait = HEARTBEAT_SECONDS if due is None else min(HEARTBEAT_SECONDS, max(0.0, due[0] - self.clock.now()))
+        try:
+            act: Callable[[], None] | None = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            act = None
+        self._fire_timers()
+        if act is not None:
+            act()
+        if self._patience.is_over:
+            self._pump()
+        if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
+            if self._beat:
+                self._forgive(time.monotonic() - self._beat - HEARTBEAT_SECONDS)
+            self._beat = time.monotonic()
+            self._ledger.note("heartbeat", {"clock": self.clock.now(), "wall": time.time()})
+            failpoint("heartbeat.noted")
+            self._look_around()
+
+    def _fire_timers(self) -> None:
+        while self.clock.running and self.books.stopped is None:
+            due = self.books.due()
+            if due is None or due[0] > self.clock.now():
+                return
+            self.tell(TimerFired(at=max(due[0], self.books.at), key=due[1]))
+
+    def tell(self, event: Event, origin: str | None = None) -> None:
+        """Something happened. Only the owning thread calls this."""
+        self._ledger.origin = origin
+        try:
+            self._engine.advance(event)
+        except StorageError:
+            raise
+        except Exception as error:
+            # The strategy may be half way through: what is on record is whole, so begin from there.
+            self.say(f"event {type(event).__name__} cannot be handled: {type(error).__name__}: {error}")
+            self._ledger.abandon()
+            self._open(told=True)
+            raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
+        if isinstance(event, ModelScored):
+            self._asked_to_score = None
+            self._say_passed_over(event.version)
+            if event.metrics.get("score") is None:
+                self.say(f"the score of model {event.version} is not a finite number")
+        self._pump()
+
+    @property
+    def now(self) -> float:
+        """On the run clock, and never before what was written last."""
+        return max(self.clock.now(), self.books.at)
+
+    def _forgive(self, late: float) -> None:
+        """We did not listen for so many seconds, because this process was stopped or its machine stood still: who could
+        not be heard was not silent."""
+        if late > HEARTBEAT_SECONDS:
+            for presence in self.presence.values():
+                presence.heard = min(presence.heard + late, time.monotonic())
+
+    def _look_around(self) -> None:
+        """Who is away? Facilities do not say goodbye."""
+        if not self.books.started or self.books.stopped is not None:
+            return
+        for name, presence in self.presence.items():
+            silent = time.monotonic() - presence.heard
+            patience = max(self.config.server.away_seconds, 3 * presence.poll_seconds)
+            if not self.books.facilities[name].away and silent > patience:
+                self.say(f"{name} has not been heard of for {silent:.0f} s")
+                self.tell(FacilityLeft(at=self.now, facility=name))
+
+    def _finished(self) -> bool:
+        """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
+        if self.books.stopped is None or self._scoring or self._at_work:
+            return False
+        for name, presence in self.presence.items():
+            silent = time.monotonic() - presence.heard  # or since this coordinator started
+            in_reach = not self.books.facilities[name].away and silent < 3 * max(presence.poll_seconds or 10.0, 3.0)
+            given_up = presence.told_end is not None and time.monotonic() - presence.told_end > GOODBYE_SECONDS
+            if in_reach and not presence.left and not given_up:
+                return False
+        return True
+
+    # What facilities and operators bring ----------------------------------------------------------------
+
+    def heard(self, name: str) -> None:
+        """A facility that may speak for itself did."""
+        presence = self.presence[name]
+        presence.heard, presence.ever = time.monotonic(), True
+        if not self.books.started and self.books.stopped is None:
+            there = [other for other, p in self.presence.items() if p.ever]
+            if len(there) >= (self.config.server.wait_for or len(self.names)):
+                self.tell(RunStarted(at=self.now))
+                if not self.books.held:
+                    self.clock.start()
+                for other in self.names:
+                    if other not in there:
+                        self.tell(FacilityLeft(at=self.now, facility=other))
+        elif self.books.facilities[name].away and self.books.stopped is None:
+            self.say(f"{name} is back")
+            self.tell(FacilityJoined(at=self.now, facility=name))
+
+    def leaves(self, name: str) -> None:
+        """Its agent ends, for now or because the run is over."""
+        self.presence[name].session, self.presence[name].left = "", True
+        if self.books.stopped is not None:
+            self._ledger.note("left", [other for other, presence in self.presence.items() if presence.left])
+
+    def give_up_all_but(self, name: str, known: Collection[int]) -> list[int]:
+        """Jobs that we believe this facility has, and that its agent does not know, have failed; their numbers."""
+        unknown = [job for job in self.books.facilities[name].jobs.values() if job.taken and job.sequence not in known]
+        reason = (
+            "the facility's agent lost its journal, or had it restored from an older copy, and does not know this job"
+        )
+        for job in unknown:
+            self.tell(
+                JobFailed(at=self.now, job_id=job.order.job_id, attempt=job.attempt, reason=reason, transient=True)
+            )
+        return [job.sequence for job in unknown]
+
+    def arrived(self, event: UpdateArrived) -> None:
+        self.tell(event, origin=f"update/{event.receipt.job_id}/{event.receipt.attempt}/arrived")
+
+    def pause(self) -> None:
+        self._must_run()
+        if not self.books.paused:
+            self.tell(RunPaused(at=self.now))
+            self.clock.stop()
+
+    def resume(self) -> None:
+        self._must_run()
+        if self.books.paused:
+            if not self.books.hindrance:
+                self.clock.start()
+            self.tell(RunResumed(at=self.now))
+        if self.books.hindrance:
+            self._patience.try_now()
+            self._pump()
+
+    def stop(self) -> None:
+        """End the run; a model that is being made is waited for."""
+        self._must_run()
+        if not self.clock.running:
+            self.clock.start()
+        self.tell(StopRequested(at=self.now))
+
+    def drain(self, name: str) -> None:
+        self._must_run()
+        self.tell(FacilityDrained(at=self.now, facility=name))
+
+    def join(self, name: str) -> None:
+        """Undo a drain, or give a facility that failed for good another chance."""
+        self._must_run()
+        book = self.books.facilities[name]
+        if book.away and book.drained:
+            raise Refused(409, f"{name} is drained and away; say it again when it is back")
+        self.tell(FacilityJoined(at=self.now, facility=name))
+
+    def _must_run(self) -> None:
+        if self.books.stopped is not None:
+            raise Refused(409, f"the run is over: {self.books.stopped}")
+        if not self.books.started:
+            raise Refused(409, "the run has not started: it waits for its facilities")
+
+    # Commands -------------------------------------------------------------------------------------------
+    # Most are done by being in the books: facilities and timers are served from there.
+
+    def submit_job(self, command: SubmitJob) -> None:
+        pass
+
+    def assign_work(self, command: AssignWork) -> None:
+        pass
+
+    def post_work(self, command: PostWork) -> None:
+        pass
+
+    def cancel_job(self, command: CancelJob) -> None:
+        pass
+
+    def set_timer(self, command: SetTimer) -> None:
+        pass
+
+    def aggregate(self, command: Aggregate) -> None:
+        pass
+
+    def record(self, command: Record) -> None:
+        pass
+
+    def stop_run(self, command: StopRun) -> None:
+        pass
+
+    # Models ---------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Begin with the next model that can be made, and look again at files that could not be used."""
+        if self._at_work or self._closing or self._patience.waits:
+            return
+        command = self.books.making[min(self.books.making)] if self.books.making else None
+        if command is not None or self._suspects:
+            self._at_work = True
+            self._maker.submit(self._work, command, self._ingredients(command), dict(self._suspects))
+        else:
+            self._sweep()
+
+    def _ingredients(self, command: Aggregate | None) -> list[tensorfile.FileContribution]:
+        return [
+            tensorfile.FileContribution(
+                weight=share.weight,
+                trained=self.store.path(receipt.digest),
+                base=self.store.path(self.books.models[receipt.base_version]),
+                base_key=self.books.models[receipt.base_version],
+            )
+            for share in (command.weights if command is not None else ())
+            for receipt in [self.books.updates[share.job_id, share.attempt]]
+        ]
+
+    def _work(
+        self,
+        command: Aggregate | None,
+        contributions: list[tensorfile.FileContribution],
+        suspects: Mapping[str, str],
+    ) -> None:
+        """In the maker's thread: the file of a new version, once all that was in the way is well."""
+        made, doing = "", ""
+        try:
+            for digest, doing in suspects.items():  # noqa: B007  # what it was at is told below
+                self.store.verify(digest)
+            if command is not None:
+                doing = f"model {command.to_version} cannot be made"
+                made = self._make(command, contributions)
+        except Exception as error:
+            failure = error  # which Python forgets at the end of this block
+            self.ask(lambda: self._failed(doing, failure))
+        else:
+            self.ask(lambda: self._worked(command, made, suspects))
+
+    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> str:
+        current = self.books.models[command.from_version]
+        if not contributions:
+            return current
+        scratch = self.store.scratch(f"v{command.to_version}")
+        with self.store.checking() as expected:
+            digest = tensorfile.aggregate(
+                self.store.path(current),
+                contributions,
+                command.rule,
+                scratch,
+                from_first=command.from_version == 0,
+                sha256=expected,
+            )
+        self.store.keep(scratch, digest)
+        return digest
+
+    def _worked(self, command: Aggregate | None, digest: str, looked_at: Mapping[str, str]) -> None:
+        self._at_work = False
+        for suspect in looked_at:
+            self._suspects.pop(suspect, None)
+        self._patience.done()
+        if command is not None and self.books.stopped is None:  # otherwise nobody waits for it any more
+            self.tell(ModelReady(at=self.now, version=command.to_version, digest=digest))
+            self._score(command.to_version)
+        if not self._suspects:
+            self._mended()
+        self._pump()
+
+    # Faults that somebody must mend ---------------------------------------------------------------------
+
+    def _failed(self, doing: str, error: Exception) -> None:
+        self._at_work = False
+        self._hinder(f"{doing}: {self._reason(error)}")
+
+    def _hinder(self, why: str) -> None:
+        """The run stands still, with its reason on record, and is tried again by itself."""
+        self._patience.in_vain()
+        if self.books.stopped is not None:
+            if why != self._said:
+                self.say(why)
+            self._said = why
+        elif why != self.books.hindrance:
+            self.tell(RunPaused(at=self.now, reason=why))
+            self.clock.stop()
+
+    def _mended(self) -> None:
+        if self.books.hindrance and self.books.stopped is None:
+            if self.books.started and not self.books.paused:
+                self.clock.start()
+            self.tell(RunResumed(at=self.now, mended=True))
+        for version in sorted(self._score_again):
+            self._score_again.discard(version)
+            self._score(version)
+
+    def cannot_use(self, digest: str, doing: str, error: Exception) -> Refused:
+        """A file of ours is not as it should be; what to answer who needs it."""
+        why = f"{doing}: {self._reason(error)}"
+        self._suspects[digest] = doing
+        if not self._patience.waits:
+            self._hinder(why)
+        return Refused(503, why)
+
+    def suspects(self, digest: str) -> bool:
+        """Whether this file could not be used, and is not known to be well again."""
+        return digest in self._suspects
+
+    def counts_on(self, digest: str) -> bool:
+        """Whether the file of this model must be there."""
+        return digest == self.books.models[self.books.newest] or self.store.counts_on(digest)
+
+    def _reason(self, error: Exception) -> str:
+        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.books.updates.values()}
+        names |= {digest: f"model {version}" for version, digest in self.books.models.items()}
+        return reason(error, self.folder, names)
+
+    def _sweep(self) -> None:
+        books = self.books
+        unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
+        versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
+        versions |= {version for version in (self.best, self._asked_to_score) if version is not None}
+        needed = {books.models[version] for version in versions if version in books.models}
+        needed.update(receipt.digest for receipt in books.updates.values())
+        if unheard:  # a job may have taken an older version before we were there to hear of it
+            needed |= self._found
+        self.store.sweep(needed)
+
+    # Scores ---------------------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> int | None:
+        """The version with the best score of those that are kept; None: none has one, or the best is not kept."""
+        if self.config.model.keep == "needed":
+            return None
+        models = self.books.models
+        return best_of({v: score for v, score in self.books.scores.items() if self.store.counts_on(models[v])})
+
+    def asks_for_score(self, version: int) -> None:
+        """A facility is asked for it. The first since the last score is likely to be under way: its file stays, in case
+        it turns out the best."""
+        if self._asked_to_score is None:
+            self._asked_to_score = version
+
+    def _score(self, version: int) -> None:
+        where = self.config.evaluation.where
+        path = self.store.path(self.books.models[version])
+        must_be_there = self.counts_on(path.stem)
+        if where == "coordinator" and not isinstance(self._scorer, NoScorer) and must_be_there:
+            self._scoring.add(version)
+            self._scorer.score(version, path)
+
+    def not_scored(self, version: int, error: Exception) -> None:
+        """Its file cannot be used now; it is scored when that is mended."""
+        self._score_again.add(version)
+        self.cannot_use(self.books.models[version], f"model {version} cannot be scored", error)
+
+    def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
+        """A score came, or None: there will be none."""
+        self._scoring.discard(version)
+        if metrics is not None and version not in self.books.scored:
+            self.tell(ModelScored(at=self.now, version=version, metrics=metrics), origin=f"score/{version}")
+        self._pump()
+
+    def _say_passed_over(self, version: int) -> None:
+        """Models older than this one that will get no score any more, each time as many as are new."""
+        before = max((other for other in self.books.scored if other < version), default=-1)
+        passed = [other for other in self.books.unscored() if before < other < version]
+        if passed:
+            which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
+            self.say(f"{which} passed over without a score: scoring takes longer than a round, or failed")
+
+    def waited_for_score(self) -> bool:
+        """Whether a facility that scores models has had its time for the last one."""
+        if self._over_since is None:
+            self._over_since = time.monotonic()
+        return time.monotonic() - self._over_since > self.config.evaluation.timeout_seconds

@@ -1,0 +1,347 @@
+"""What a facility may ask of the coordinator: take my reports, what shall I do, here is an update.
+
+Every method but `commit` runs in the coordinator's own thread. A facility is named by its credential, never by what it
+says, and its jobs by their number at that facility; so it cannot even name what belongs to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from fedqueue import tensorfile
+from fedqueue.coordinator.books import OpenJob
+from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
+from fedqueue.coordinator.store import sync
+from fedqueue.failpoints import failpoint
+from fedqueue.protocol.messages import JobId, Receipt, Standing, UpdateArrived, UpdateRejected, job_id
+from fedqueue.protocol.reports import Handin, Poll, Report, event_of
+from fedqueue.protocol.wire import body
+
+CHECK_SECONDS: Final = 5.0
+"""How long a facility is kept waiting for the check of its update; after that it asks again."""
+
+LARGER: Final = 2.0
+"""An update may be so many times as large as the model: single precision may come back as double."""
+
+SILENT_SECONDS: Final = 30.0
+"""An agent that was not heard of for so long, or for three of its polls, may be replaced by any other."""
+
+HEADER_ROOM: Final = 1 << 20  # bytes
+
+NOTHING_TO_DO: Final[dict[str, Any]] = {"orders": [], "cancel": [], "standing": None, "evaluate": None}
+
+
+class Desk:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._checks: dict[tuple[str, int], asyncio.Task[dict[str, Any]]] = {}
+        self._checker = ThreadPoolExecutor(2, thread_name_prefix="checker")
+
+    def close(self) -> None:
+        self._checker.shutdown(wait=True, cancel_futures=True)
+
+    # Polls ----------------------------------------------------------------------------------------------
+
+    def poll(self, facility: str, asked: Poll) -> dict[str, Any]:
+        """Take the reports that are new, and say what is to be done."""
+        coordinator = self._coordinator
+        presence = coordinator.presence[facility]
+        self._fence(facility, presence, asked)
+        presence.poll_seconds, presence.left = asked.poll_seconds, False
+        another_journal = bool(presence.journal) and presence.journal != asked.journal
+        presence.journal = asked.journal
+        presence.troubles, presence.spoke = [trouble.plain() for trouble in asked.troubles], time.monotonic()
+        if asked.stuck:  # it is not there in the sense that counts: nobody should wait for it
+            received = coordinator.received.get((facility, asked.journal), 0)
+            return {**NOTHING_TO_DO, "received": received, "over": coordinator.books.stopped}
+        coordinator.heard(facility)
+        known = self.must_follow(facility, asked)
+        with coordinator.together():
+            for report in asked.reports:
+                if report.n > known:
+                    self._take(facility, asked.journal, report)
+                    known = report.n
+        unknown = coordinator.give_up_all_but(facility, asked.open) if another_journal or asked.newest == known else []
+        coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
+        failpoint("answer.before")
+        answer = self._answer(facility, asked, known, unknown)
+        if answer["over"] and presence.told_end is None:
+            presence.told_end = time.monotonic()
+        if asked.leaving:
+            coordinator.leaves(facility)
+        return answer
+
+    def must_follow(self, facility: str, asked: Poll) -> int:
+        """The number of the newest report that is here. Refuses those that do not follow: one of us was set back."""
+        known = self._coordinator.received.get((facility, asked.journal), 0)
+        if asked.reports and asked.reports[0].n > known + 1:
+            first = asked.reports[0].n
+            raise Refused(409, f"reports begin with {first}, but {known} is the newest here", received=known)
+        return known
+
+    def _fence(self, facility: str, presence: Presence, asked: Poll) -> None:
+        """One agent a facility: a newer holder of its lease replaces an older one, a stranger waits."""
+        if asked.session == presence.session:
+            return
+        left = max(SILENT_SECONDS, 3 * presence.poll_seconds) - (time.monotonic() - presence.heard)
+        is_newer = asked.journal == presence.journal and asked.generation > presence.generation
+        if presence.session and not is_newer and left > 0:  # a home that was restored has an older lease: it waits
+            raise Refused(
+                409,
+                f"another agent of {facility} is at work (on {presence.host or 'another host'}); stop that one, "
+                f"or try again in {left:.0f} s if it is gone",
+            )
+        presence.session, presence.generation, presence.host = asked.session, asked.generation, asked.host
+
+    def _take(self, facility: str, journal: str, report: Report) -> None:
+        coordinator = self._coordinator
+        posts = coordinator.books.facilities[facility].posts
+        event = event_of(report, facility, coordinator.now, posts)
+        coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
+        coordinator.received[facility, journal] = report.n
+
+    def _answer(self, facility: str, asked: Poll, received: int, unknown: list[int]) -> dict[str, Any]:
+        """`unknown`: jobs that we believed to be there; the scheduler may have them still."""
+        books = self._coordinator.books
+        book = books.facilities[facility]
+        stopped = books.stopped is not None
+        evaluation = self._evaluation(facility)
+        over = stopped and (evaluation is None or self._coordinator.waited_for_score())
+        orders = [job for job in book.jobs.values() if not job.taken]
+        standing = book.posts.get(book.posted)
+        if standing is not None and not stopped:
+            book.told = book.posted
+        return {
+            "received": received,
+            "orders": [] if stopped or books.held else [self._order(job) for job in orders],
+            "cancel": sorted({*asked.open, *unknown} - (set() if stopped else set(book.jobs))),
+            "standing": self._standing(book.posted, standing) if standing is not None and not stopped else None,
+            "evaluate": evaluation,
+            "over": books.stopped if over else None,
+        }
+
+    def _order(self, job: OpenJob) -> dict[str, Any]:
+        order, work = job.order, job.assignment
+        return {
+            "sequence": job.sequence,
+            "round": order.round,
+            "wall_seconds": order.wall_seconds,
+            "purpose": order.purpose,
+            "after": None if order.after is None else int(order.after.rpartition("/")[2]),
+            "assignment": None
+            if work is None
+            else {
+                "base_version": work.base_version,
+                "steps": work.steps,
+                "learning_rate": work.learning_rate,
+                "train_budget": work.train_budget,
+            },
+            "model": None if work is None else self._model(work.base_version),
+        }
+
+    def _standing(self, number: int, standing: Standing) -> dict[str, Any]:
+        fields = body(standing)
+        del fields["next_cutoff"]
+        seconds = standing.next_cutoff - self._coordinator.now
+        return {"number": number, "next_cutoff_in": seconds, **fields, "model": self._model(standing.version)}
+
+    def _evaluation(self, facility: str) -> dict[str, Any] | None:
+        """The newest model, if this facility scores models and has not scored it."""
+        books = self._coordinator.books
+        if self._coordinator.config.evaluation.where != facility or books.newest in books.scored:
+            return None
+        self._coordinator.asks_for_score(books.newest)
+        return {"version": books.newest, "model": self._model(books.newest)}
+
+    def _model(self, version: int) -> dict[str, Any]:
+        digest = self._coordinator.books.models[version]
+        return {"version": version, "sha256": digest}
+
+    # Models and updates ---------------------------------------------------------------------------------
+
+    def model(self, version: int) -> tuple[Path, str]:
+        coordinator = self._coordinator
+        digest = coordinator.books.models.get(version)
+        if digest is None or not coordinator.counts_on(digest):
+            raise Refused(404, f"there is no model {version}, or no longer")
+        if coordinator.suspects(digest):
+            raise Refused(503, f"model {version} cannot be sent now: {coordinator.books.hindrance}")
+        return coordinator.store.path(digest), digest
+
+    def cannot_send(self, version: int, error: tensorfile.TensorFileError) -> Refused:
+        return self._cannot_use(version, f"model {version} cannot be sent", error)
+
+    def _cannot_use(self, version: int, doing: str, error: tensorfile.TensorFileError) -> Refused:
+        """The answer when the file of a model failed somebody, unless it was deleted a moment ago."""
+        digest = self._coordinator.books.models[version]
+        if not self._coordinator.counts_on(digest):
+            return Refused(404, f"there is no model {version} any longer")
+        return self._coordinator.cannot_use(digest, doing, error)
+
+    def may_upload(self, facility: str, sequence: int, attempt: int, digest: str, size: int) -> Path:
+        """Where the bytes of this update go. Only an open job of this facility may bring one."""
+        coordinator = self._coordinator
+        job = self._open(facility, sequence, attempt)
+        newest = coordinator.books.newest
+        like = job.assignment.base_version if job.assignment is not None else newest
+        if not coordinator.counts_on(coordinator.books.models[like]):  # the check will say so; here its size counts
+            like = newest
+        path = coordinator.store.path(coordinator.books.models[like])
+        try:
+            most = int(LARGER * path.stat().st_size) + HEADER_ROOM
+        except OSError as error:
+            raise self._cannot_use(
+                like, "no update can be taken", tensorfile.UnreadableFileError(path, error)
+            ) from None
+        if not 8 <= size <= most:
+            raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
+        if size > coordinator.store.room():
+            raise Refused(507, "the coordinator's disk is full; the update can come later")
+        path = coordinator.store.upload(facility, sequence, attempt, digest)
+        check = self._checks.get((job.order.job_id, attempt))
+        if check is None or check.done():
+            coordinator.store.drop_uploads(facility, sequence, keep=path)  # one a job: digests must not fill the disk
+        return path
+
+    def _open(self, facility: str, sequence: int, attempt: int) -> OpenJob:
+        job = self._coordinator.books.job(job_id(facility, sequence))
+        if job is None:
+            raise Refused(410, f"job {sequence} is not open")
+        if attempt != job.attempt:
+            raise Refused(410, f"attempt {attempt} of job {sequence} was superseded")
+        return job
+
+    async def commit(
+        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin, checked: Callable[[], None]
+    ) -> dict[str, Any]:
+        """All bytes are there: check them, and let the update count. Asked again, it gives the same answer. If the
+        check takes longer than who asks is kept waiting, `checked` is called when it is over."""
+        key = (job_id(facility, sequence), attempt)
+        task = self._checks.get(key)
+        if task is None:
+            task = asyncio.create_task(self._check(facility, sequence, attempt, digest, handin))
+            self._checks[key] = task
+            task.add_done_callback(lambda task: self._checked(key, task))
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
+        except TimeoutError:
+            task.add_done_callback(lambda _: checked())
+            return {"status": "checking"}
+
+    def _checked(self, key: tuple[str, int], task: asyncio.Task[dict[str, Any]]) -> None:
+        """Who asks again is answered from the books; what could not be checked is checked anew."""
+        del self._checks[key]
+        if not task.cancelled():
+            task.exception()  # who asked has heard of it, or has gone
+
+    async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
+        coordinator = self._coordinator
+        key = job_id(facility, sequence), attempt
+        verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(*key)))
+        if verdict is not None:
+            return verdict
+        upload, like = await asyncio.wrap_future(
+            coordinator.ask(lambda: self._to_check(facility, sequence, attempt, digest, handin))
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, digest)
+        except tensorfile.TensorFileError as error:
+            failure = error
+            if failure.path == upload:
+                raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
+            doing = f"the update of {key[0]} cannot be taken"
+            raise await asyncio.wrap_future(
+                coordinator.ask(lambda: self._cannot_use(handin.base_version, doing, failure))
+            ) from None
+        return await asyncio.wrap_future(
+            coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
+        )
+
+    def _verdict(self, key: JobId, attempt: int) -> dict[str, Any] | None:
+        """What became of an update, as the ledger has it; None: it has not been handed in."""
+        verdicts = self._coordinator.books.verdicts
+        if (key, attempt) not in verdicts:
+            return None
+        reason = verdicts[key, attempt]
+        return {"status": "accepted" if reason is None else "rejected", "reason": reason}
+
+    def _to_check(
+        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin
+    ) -> tuple[Path, Path | None]:
+        """The upload, and the model it must look like; None: that is no longer there."""
+        coordinator = self._coordinator
+        self._open(facility, sequence, attempt)
+        upload = coordinator.store.upload(facility, sequence, attempt, digest)
+        if not upload.exists() and not coordinator.store.path(digest).exists():
+            raise Refused(409, "its bytes are not here", offset=0)
+        base = coordinator.books.models.get(handin.base_version)
+        like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
+        return (upload if upload.exists() else coordinator.store.path(digest)), like
+
+    def _settle(
+        self,
+        facility: str,
+        sequence: int,
+        attempt: int,
+        digest: str,
+        handin: Handin,
+        upload: Path,
+        reason: str | None,
+    ) -> dict[str, Any]:
+        coordinator = self._coordinator
+        self._open(facility, sequence, attempt)  # it may have been closed while its bytes were looked at
+        key = job_id(facility, sequence)
+        if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
+            # Not what was sent, or not what was meant: it may come again.
+            coordinator.store.drop_uploads(facility, sequence)
+            raise Refused(409, reason, offset=0)
+        if reason is not None:
+            if upload.exists() and upload.suffix == ".part":
+                coordinator.store.refuse(upload)
+            event = UpdateRejected(at=coordinator.now, job_id=key, attempt=attempt, reason=reason)
+            coordinator.tell(event, origin=f"update/{key}/{attempt}/rejected")
+            return {"status": "rejected", "reason": reason}
+        if upload.suffix == ".part":
+            coordinator.store.keep(upload, digest)
+        receipt = Receipt(
+            job_id=key,
+            attempt=attempt,
+            base_version=handin.base_version,
+            steps_done=handin.steps_done,
+            train_seconds=handin.train_seconds,
+            admission_delay=handin.admission_delay,
+            samples=handin.samples,
+            nodes=handin.nodes,
+            device=handin.device,
+            digest=digest,
+        )
+        coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
+        coordinator.store.drop_uploads(facility, sequence)
+        return {"status": "accepted", "reason": None}
+
+
+def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
+    """In a checker's thread: one pass over the file. What is found good is on the disk then. What is wrong with our own
+    disk is no fault of the update: it is raised as a `TensorFileError`."""
+    if like is None:
+        return "the model it was trained from is no longer here"
+    try:
+        reason = tensorfile.check(upload, like, sha256=digest)
+        if reason is None:
+            sync(upload)
+        return reason
+    except OSError as error:
+        raise tensorfile.UnreadableFileError(upload, error) from None
+    except tensorfile.UnreadableFileError:
+        raise
+    except tensorfile.TensorFileError as error:
+        if error.path != upload:
+            tensorfile.verify(like, like.stem)
+            raise
+        return str(error).replace(str(upload), "the update")

@@ -1,0 +1,98 @@
+"""The coordinator's interface as an OpenAPI document, made from the same dataclasses that check its requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from fedqueue import __version__
+
+if TYPE_CHECKING:
+    from fedqueue.coordinator.http_api import Endpoint
+
+BIGGEST: Final = 2**53
+"""Numbers beyond this are nobody's steps or bytes."""
+LONGEST: Final = 1e12
+"""The same for numbers with a decimal point: seconds, scores."""
+LONGEST_IN_PATH: Final = 10**15 - 1
+
+_PLAIN: dict[Any, dict[str, Any]] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer", "minimum": 0, "maximum": BIGGEST},
+    float: {"type": "number", "minimum": -LONGEST, "maximum": LONGEST},
+    str: {"type": "string"},
+    type(None): {"type": "null"},
+}
+_NUMBERS = ("version", "sequence", "attempt", "offset", "bytes")
+
+
+def openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "FedQueue coordinator", "version": __version__},
+        "paths": paths,
+        "components": {"securitySchemes": {"credential": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    in_path = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
+    made: dict[str, Any] = {
+        "summary": endpoint.about,
+        "parameters": [
+            {"name": name, "in": where, "required": True, "schema": _parameter(name)}
+            for where, names in (("path", in_path), ("query", endpoint.query))
+            for name in names
+        ],
+        "responses": {"default": {"description": "JSON; a refusal has a reason"}},
+    }
+    if endpoint.who != "anyone":
+        made["security"] = [{"credential": []}]
+    if endpoint.body is not None:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_type(endpoint.body)}}}
+    elif endpoint.method == "PUT":
+        content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    if name in _NUMBERS:
+        return {"type": "integer", "minimum": 0, "maximum": LONGEST_IN_PATH}
+    return {"type": "string", "pattern": "^[0-9a-f]{64}$"} if name == "sha256" else {"type": "string"}
+
+
+def of_type(hint: Any) -> dict[str, Any]:
+    """The JSON schema of a type that our settings reader takes.
+
+    >>> of_type(list[int])
+    {'type': 'array', 'items': {'type': 'integer', 'minimum': 0, 'maximum': 9007199254740992}}
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [of_type(kind) for kind in inner]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin is list:
+        return {"type": "array", "items": of_type(inner[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": of_type(inner[1])}
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        fields = dataclasses.fields(hint)
+        missing = dataclasses.MISSING
+        required = [
+            f.name for f in fields if f.name == "kind" or (f.default is missing and f.default_factory is missing)
+        ]
+        return {
+            "type": "object",
+            "properties": {name: of_type(hints[name]) for name in (f.name for f in fields)},
+            "required": required,
+            "additionalProperties": False,
+        }
+    return dict(_PLAIN[hint])

@@ -1,0 +1,170 @@
+"""A real run's folder: begun, or gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fedqueue import tensorfile
+from fedqueue.config import Config, parse
+from fedqueue.coordinator.coordinator import Coordinator
+from fedqueue.coordinator.scoring import STORED, TASK, first_model
+from fedqueue.coordinator.store import Store
+from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.ledger import FILE, Ledger, storage_error
+from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.roles import must_match, special
+from fedqueue.runs import SUMMARY, describe, write_json
+from fedqueue.training.settings import StoredTask
+
+FINAL: Final = "model.safetensors"
+"""The newest model of a run that is over."""
+BEST: Final = "best.safetensors"
+"""The best one, unless that is the newest."""
+
+
+def store_config(folder: Path, tree: dict[str, Any], config_folder: Path) -> None:
+    write_json(folder / STORED, {"tree": tree, "folder": str(config_folder.absolute())})
+
+
+def stored_config(folder: Path) -> Config:
+    try:
+        stored = json.loads((folder / STORED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFolderError(f"{folder}: is not the folder of a real run: it has no {STORED}") from None
+    return parse(stored["tree"], where=str(folder / STORED), folder=Path(stored["folder"]))
+
+
+def store_task(config: Config, folder: Path) -> None:
+    """For jobs and scorers, which need not know the rest. Once: a run's config does not change."""
+    if (folder / TASK).exists():
+        return
+    stored = StoredTask(
+        task=config.task,
+        seed=config.run.seed,
+        facilities=[facility.name for facility in config.facility],
+        steps_per_second={f.name: f.steps_per_second for f in config.facility if f.steps_per_second is not None},
+        folder=config.folder,
+    )
+    write_json(folder / TASK, dataclasses.asdict(stored))
+
+
+def ensure_ledger(config: Config, folder: Path) -> None:
+    """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
+    store_task(config, folder)
+    if has_ledger(folder):
+        return
+    path = folder / FILE
+    for left in (path, *folder.glob(f"{FILE}-*")):
+        left.unlink(missing_ok=True)
+    digest, sizes = _first(config, folder)
+    plan = make_plan(config, sizes)
+    meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
+    first = Store(folder).path(digest)
+    roles = special(tensorfile.roles(tensorfile.read_header(first), first))
+    Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest, "roles": roles}).close()
+
+
+def has_ledger(folder: Path) -> bool:
+    """Whether the run has begun. A ledger that cannot be read now (a full disk is enough) is not one that is missing:
+    it must never be made anew."""
+    path = folder / FILE
+    if not path.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            found = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+            return found is not None
+    except sqlite3.OperationalError as error:
+        raise storage_error(path, error, "read") from None
+    except sqlite3.DatabaseError as error:
+        raise RunFolderError(f"{path}: is not a ledger: {error}; put back the one that was there") from None
+
+
+def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
+    """What the strategy is told of a real run: speed and delays are measured, whatever the config says of them. What it
+    says of the start-up counts until that has been measured too."""
+    run = config.run
+    n = len(config.facility)
+    by_size = run.data_weights == "size" and sizes is not None
+    weights = [size / sum(sizes) for size in sizes] if by_size and sizes is not None else [1 / n] * n
+    return Plan(
+        facilities=tuple(
+            FacilityProfile(
+                name=facility.name,
+                data_weight=weight,
+                max_jobs=facility.max_jobs,
+                nodes=facility.nodes,
+                overhead=facility.startup_seconds,
+                startup_allowance=0.0 if facility.startup_seconds > 0 else config.server.startup_allowance_seconds,
+            )
+            for facility, weight in zip(config.facility, weights, strict=True)
+        ),
+        round_length=run.round_length,
+        rounds=run.rounds,
+        seconds=run.seconds,
+        learning_rate=run.learning_rate,
+        stop_at_score=run.stop_at_score,
+        failures=config.failures,
+    )
+
+
+def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
+    """The digest of version 0, which is in the store then, and the sizes of the facilities' data where known."""
+    store = Store(folder)
+    raw, chosen = store.scratch("first"), store.scratch("chosen")
+    sizes: Sequence[int] | None = None
+    if config.model.initial is not None:
+        given = Path(config.folder) / config.model.initial
+        if not given.is_file():
+            raise ConfigError(f"model.initial: {given} is not a file")
+        raw = given
+    elif config.task.name == "timing":
+        values = max(1, int(config.simulator.model_megabytes * 1e6 / 4))
+        tensorfile.write(raw, {"weight": np.zeros(values, np.float32)})
+    elif config.worker.command is not None:
+        raise ConfigError("model.initial: is missing; with a worker.command of your own, name a safetensors file")
+    else:
+        sizes = first_model(config, folder, raw)
+    must_match(config.model.roles, tensorfile.read_header(raw).entries)
+    digest = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
+    store.keep(chosen, digest)
+    store.scratch("first").unlink(missing_ok=True)
+    return digest, sizes
+
+
+def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
+    """What a run leaves when it is over: the figures, and the last model and the best under plain names. What is there
+    stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
+    config, folder, books = coordinator.config, coordinator.folder, coordinator.books
+    names = {coordinator.best: BEST, books.newest: FINAL}
+    if (folder / SUMMARY).exists():
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    else:
+        summary = coordinator.tally.summary(
+            strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
+        )
+        summary["models"] = {
+            "newest": _described(coordinator, books.newest, folder / FINAL),
+            "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
+        }
+        write_json(folder / SUMMARY, summary)
+    for version, name in names.items():
+        if version is not None and not (folder / name).exists():
+            digest = books.models[version]
+            tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
+    return summary
+
+
+def _described(coordinator: Coordinator, version: int | None, file: Path) -> dict[str, Any] | None:
+    if version is None:
+        return None
+    return {"version": version, "score": coordinator.books.scores.get(version), "file": str(file)}

@@ -1,0 +1,181 @@
+"""A whole run on this machine: agents as processes beside the coordinator, each facility a queue of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import fedqueue
+from fedqueue.agent.enrolment import Enrolment
+from fedqueue.agent.schedulers.localjob import started_ticks
+from fedqueue.config import Config, FacilitySettings
+from fedqueue.coordinator.access import Access
+from fedqueue.coordinator.coordinator import Coordinator
+from fedqueue.coordinator.scoring import TASK
+from fedqueue.sim.queues import make_queue
+
+WAITS: Final = 500  # extra waits drawn for a facility; then they come again
+GRACE_SECONDS: Final = 2.0  # one machine's file system does not lag
+LEAVE_SECONDS: Final = 10.0
+PID: Final = "agent.pid"  # in a home: the process number of its agent, and when it began
+
+
+class Agents:
+    """The agents of a run, one process each; a dead one is started again."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def beside(self, coordinator: Coordinator, access: Access, address: dict[str, Any]) -> Iterator[None]:
+        for facility in self._config.facility:
+            home = self._home(facility.name)
+            credential = access.give(facility.name)
+            Enrolment(
+                url=address["url"],
+                facility=facility.name,
+                credential=credential,
+                certificate=address["certificate"],
+                run=address["run"],
+            ).save(home)
+            (home / "agent.toml").write_text(self._toml(facility))
+        self._stopped.clear()
+        watch = threading.Thread(target=self._watch, args=(coordinator,), name="agents", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            watch.join()
+            self._end()
+
+    def kill(self) -> None:
+        """They forget nothing by it."""
+        for process in list(self._processes.values()):
+            process.kill()
+
+    def _home(self, name: str) -> Path:
+        return self._folder / "facilities" / name
+
+    def _watch(self, coordinator: Coordinator) -> None:
+        while True:
+            for facility in self._config.facility:
+                process = self._processes.get(facility.name)
+                if process is not None and process.poll() not in (None, 0):
+                    if self._stopped.wait(2.0):  # Ctrl-C reaches it before us
+                        return
+                    log = self._home(facility.name) / "agent.log"
+                    coordinator.say(f"the agent of {facility.name} died; starting it again; see {log}")
+                if (process is None or process.poll() not in (None, 0)) and not self._stopped.is_set():
+                    self._processes[facility.name] = self._start(facility.name)
+            if self._stopped.wait(0.5):
+                return
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        home = self._home(name)
+        _end_left_behind(home)
+        with (home / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fedqueue", "agent", str(home / "agent.toml")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": _python_path()},
+            )
+        (home / PID).write_text(f"{process.pid} {started_ticks(process.pid)}")
+        return process
+
+    def _end(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _toml(self, facility: FacilitySettings) -> str:
+        agent: dict[str, Any] = {
+            "home": str(self._home(facility.name)),
+            "command": self._command(),
+            "evaluate_command": self._command(),
+            "poll_seconds": self._config.worker.poll_seconds,
+            "grace_seconds": GRACE_SECONDS,
+            "stage_worker": self._config.worker.command is not None,
+        }
+        if self._config.worker.command is None:
+            agent["environment"] = {"PYTHONPATH": _python_path()}
+        return _table("agent", agent) + _table("scheduler", self._scheduler(facility))
+
+    def _command(self) -> str:
+        if self._config.worker.command is not None:
+            return f"cd {shlex.quote(self._config.folder)} && {self._config.worker.command}"
+        return shlex.join([sys.executable, "-m", "fedqueue.training.job", str(self._folder / TASK)])
+
+    def _scheduler(self, facility: FacilitySettings) -> Mapping[str, Any]:
+        if facility.scheduler is not None:
+            return {key: value for key, value in vars(facility.scheduler).items() if value is not None}
+        waits: list[float] = []
+        if facility.queue is not None:
+            folder = Path(self._config.folder)
+            waiting = make_queue(facility.queue, facility=facility.name, seed=self._config.run.seed, folder=folder)
+            waits = [round(waiting.delay(number, 0, 0.0), 3) for number in range(WAITS)]
+        return {"kind": "local", "slots": facility.slots, "extra_waits": waits}
+
+
+def _end_left_behind(home: Path) -> None:
+    """The agent of a coordinator that was killed lives on, calls an address that is no more, and has the lease. It
+    forgets nothing by being killed."""
+    try:
+        pid, ticks = map(int, (home / PID).read_text().split())
+    except (OSError, ValueError):
+        return
+    if started_ticks(pid) == ticks:  # else the number is another process's by now
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + LEAVE_SECONDS
+        while started_ticks(pid) == ticks and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _python_path() -> str:
+    """Where this very fedqueue is, also when it runs from a source tree; then what was there."""
+    here = str(Path(fedqueue.__file__).parent.parent)
+    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+
+
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    return f"[{name}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in values.items()) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + "".join(_escaped(char) for char in value) + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    return repr(value)
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}"

@@ -1,0 +1,177 @@
+"""Just in time: a job takes its work when it starts, and the next job queues while this one runs.
+
+    keep work posted at every facility: the newest model, the coming cutoffs, the overhead learned so far
+    a job that starts at t binds itself:  E = floor(c * (cutoff - overhead - t)) from the newest model
+    while it runs, the next job is submitted, so that waiting overlaps training
+    at every cutoff:  w += (1 / S) * sum p * phi(tau) * Delta over what has arrived
+
+The wait adds no staleness, nothing is guessed about it, and almost nothing misses its cutoff. Options let the forecast
+of the wait set the wall time to ask for, and the round length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Literal
+
+from fedqueue.protocol.admit import Update
+from fedqueue.protocol.budget import choose_round_length, longest_stay
+from fedqueue.protocol.checks import one_of, share
+from fedqueue.protocol.messages import Assignment, JobId, PostWork, Standing, facility_of
+from fedqueue.protocol.strategies.base import Why
+from fedqueue.protocol.strategies.roster import Facility, Job
+from fedqueue.protocol.strategies.rounds import RoundOptions, RoundStrategy
+
+LIKELY: Final = (0.05, 0.95)  # the quantiles of the wait between which a job is likely to start
+
+
+@dataclass(frozen=True, kw_only=True)
+class JitOptions(RoundOptions):
+    pipeline: Literal["timed", "independent", "chain", "off"] = "timed"
+    """How the next job is submitted while one runs. timed: so that it should start when this one ends, by the
+    forecast. independent: at once. chain: at once, eligible when this one ends (the scheduler's dependency).
+    off: when this one's update is in."""
+    lead: float = 0.5  # timed: the share of delays that the head start covers
+    patience: float = 0.1  # share of a round: a job that starts so close to a cutoff waits for the model made there
+    wall: Literal["longest", "forecast"] = "longest"
+    """Wall time to ask for: the longest stay there can be, or the longest over the starts that are likely."""
+    rounds: Literal["fixed", "forecast"] = "fixed"
+    """forecast: at every cutoff the shortest round length that keeps facilities busy."""
+    busy: float = 0.9  # rounds by forecast: the share of their time, on average
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "pipeline", ("timed", "independent", "chain", "off"))
+        one_of(self, "wall", ("longest", "forecast"))
+        one_of(self, "rounds", ("fixed", "forecast"))
+        share(self, "lead", "patience", "busy")
+
+
+class Jit(RoundStrategy):
+    name = "jit"
+    Options = JitOptions
+    options: JitOptions
+    observes_starts = True
+
+    def start_round(self) -> None:
+        for facility in self.facilities.values():
+            self._post(facility)
+        for facility in self.free():
+            self._submit(facility)
+
+    def idle(self, facility: Facility, why: Why) -> None:
+        self._post(facility)
+        self._submit(facility)
+
+    def started(self, facility: Facility, job: Job) -> None:
+        if self.options.pipeline != "timed":
+            self._follow(facility, job)
+        elif job.assignment is not None and job.assignment.cutoff is not None:
+            head_start = self.forecast(facility).quantile(self.options.lead)
+            self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.assignment.cutoff - head_start))
+
+    def arrived(self, facility: Facility, update: Update) -> None:
+        super().arrived(facility, update)
+        if self.options.pipeline != "timed" and facility.status == "active":
+            for job in list(facility.jobs.values()):  # one that began before this one ended
+                self._follow(facility, job)
+
+    def _follow(self, facility: Facility, job: Job) -> None:
+        """Submit the job after this one, if it runs and is the only one out."""
+        running_alone = job.started_at is not None and len(facility.jobs) == 1 and facility.profile.max_jobs > 1
+        if self.holding or not running_alone or facility.steps_per_second is None:
+            return
+        if facility.posted is None:  # its first job has been measured, and its update is on the way
+            self._post(facility)
+        if self.options.pipeline == "chain":
+            self._submit(facility, after=job.order.job_id)
+        elif self.options.pipeline != "off":
+            self._submit(facility)
+
+    def timer(self, key: str) -> None:
+        kind, _, job = key.partition("/")
+        if kind != "submit":
+            return super().timer(key)
+        facility = self.facilities[facility_of(job)]
+        if job in facility.jobs and facility.status == "active":
+            self._follow(facility, facility.jobs[job])
+        return None
+
+    def resumed(self) -> None:
+        # Agents turned the posted cutoffs into their own clocks before the run clock stood still.
+        for facility in self.facilities.values():
+            facility.posted = None
+            self._post(facility)
+
+    def next_round_length(self) -> float:
+        active = [f for f in self.facilities.values() if f.status == "active"]
+        if self.options.rounds == "fixed" or not active:
+            return self.round_length
+        self.tell_waits()
+        return choose_round_length(
+            self.options.round_length or self.plan.round_length,
+            [self.forecast(f) for f in active],
+            max(f.overhead for f in active),
+            self.options.busy,
+        )
+
+    def _post(self, facility: Facility) -> None:
+        wanted = facility.status in ("active", "suspended") or facility.jobs
+        if facility.steps_per_second is None or not wanted:
+            return
+        standing = self._standing(facility, facility.steps_per_second)
+        if standing != facility.posted:
+            facility.posted = standing
+            self._out.append(PostWork(facility=facility.name, standing=standing))
+
+    def _standing(self, facility: Facility, steps_per_second: float) -> Standing:
+        return Standing(
+            version=self.ready,
+            next_cutoff=self.next_cutoff,
+            round_length=self.round_length,
+            steps_per_second=steps_per_second,
+            overhead=facility.overhead,
+            min_steps=self.options.min_steps,
+            learning_rate=self.plan.learning_rate,
+            lr_scaling=self.options.lr_scaling,
+            patience=self._patience(facility),
+            least_steps=self._least_steps() if self.options.lr_scaling == "inverse" else None,
+        )
+
+    def _patience(self, facility: Facility) -> float:
+        """Seconds. A job that was ordered when rounds were shorter must not wait its wall time away."""
+        seconds = self.options.patience * self.round_length
+        if self.options.rounds == "fixed":
+            return seconds
+        return min([seconds, *(job.order.wall_seconds / 4 for job in facility.jobs.values())])
+
+    def _at_most(self, facility: Facility, steps_per_second: float, after: JobId | None) -> float:
+        """Seconds from the start of a job to the cutoff it aims at."""
+        standing = self._standing(facility, steps_per_second)
+        if self.options.wall == "longest" or after is not None:  # it is not known when a chained job becomes eligible
+            return longest_stay(standing, self.now, inf)
+        forecast = self.forecast(facility)
+        earliest, latest = (self.now + forecast.quantile(p) for p in LIKELY)
+        # One that starts at another moment may have to wait for a model, and then has its least steps to do.
+        least = 2 * standing.patience + standing.min_steps / steps_per_second
+        return min(max(least, longest_stay(standing, earliest, latest)), longest_stay(standing, self.now, inf))
+
+    def _least_steps(self) -> int | None:
+        return min((f.newest_steps for f in self.facilities.values() if f.newest_steps), default=None)
+
+    def _submit(self, facility: Facility, after: JobId | None = None) -> None:
+        if facility.steps_per_second is None:  # its first job is a short one, to measure it
+            work = Assignment(
+                base_version=self.ready, steps=self.options.min_steps, learning_rate=self.plan.learning_rate
+            )
+            self.submit(facility, work, round=self.round)
+            return
+        self.submit(
+            facility,
+            None,
+            round=self.round,
+            at_most=self._at_most(facility, facility.steps_per_second, after),
+            after=after,
+            expected_delay=self.forecast(facility).mean,
+        )

@@ -1,1 +1,0 @@
-"""The real runtime: coordinator, agents, workers, and the batch schedulers they meet."""
