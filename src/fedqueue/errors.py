@@ -12,7 +12,7 @@
     │   └── CoordinatorRefusedError      9   the coordinator said no: the message says why
     ├── LeaseError                      10   another agent works for this facility: stop that one (agent/journal.py)
     ├── TensorFileError                 11   a model or an update is not as it must be (tensorheader.py)
-    ├── SchedulerError                   1   a facility's scheduler said no, or did not answer (runtime/schedulers)
+    ├── SchedulerError                   1   a facility's scheduler said no, or did not answer (agent/schedulers)
     └── ProtocolError                   70   ours: a message or a command that must not exist; please report it
 
 Each message is one line that says what is wrong, where, and what to do.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue.agent.transport import Client
-from fedqueue.coordinator.access import write_secret
 from fedqueue.errors import ConfigError, StorageError
+from fedqueue.files import write_secret
 
 FILE: Final = "credential"
 MARK: Final = "fedqueue1:"

@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.coordinator.store import sync
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.files import sync
 from fedqueue.filetime import FileClock
 
 FILE: Final = "journal.jsonl"

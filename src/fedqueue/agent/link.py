@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from pathlib import Path
 from urllib.request import getproxies_environment, proxy_bypass
@@ -11,6 +10,7 @@ from urllib3.exceptions import LocationParseError, LocationValueError
 from urllib3.util import Url, parse_url
 
 from fedqueue.errors import ConfigError
+from fedqueue.network import is_loopback
 
 
 def coordinator_url(url: str) -> Url:
@@ -25,16 +25,6 @@ def coordinator_url(url: str) -> Url:
     if parsed.scheme == "http" and not is_loopback(parsed.host):
         raise ConfigError(f"coordinator URL {url!r}: plain http is for loopback only; use https")
     return parsed
-
-
-def is_loopback(host: str) -> bool:
-    """127.0.0.0/8, ::1 or localhost."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.errors import StorageError, what_to_do
-from fedqueue.failpoints import failpoint
+from fedqueue.files import write_secret
 
 FILE: Final = "access.json"
 OPERATOR_FILE: Final = "operator"
@@ -24,22 +22,6 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600.0
 
 OPERATOR: Final = "/operator"
 """Who the operator is among the holders of credentials; no facility can be called that."""
-
-
-def write_secret(path: Path, text: str) -> None:
-    """A file that only its owner may read, from its first byte on; whole or not at all."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.unlink(missing_ok=True)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("secret.whole")
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
 
 def digest(secret: str) -> str:

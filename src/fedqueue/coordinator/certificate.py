@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedqueue.coordinator.access import write_secret
+from fedqueue.files import write_secret
 
 YEARS = 3
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 from fedqueue import tensorfile
 from fedqueue.coordinator.books import OpenJob
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
-from fedqueue.coordinator.store import sync
 from fedqueue.failpoints import failpoint
+from fedqueue.files import sync
 from fedqueue.protocol.messages import JobId, Receipt, Standing, UpdateArrived, UpdateRejected, job_id
 from fedqueue.protocol.reports import Handin, Poll, Report, event_of
 from fedqueue.protocol.wire import body

@@ -15,7 +15,6 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fedqueue.agent.link import is_loopback
 from fedqueue.config import Config
 from fedqueue.coordinator.access import Access
 from fedqueue.coordinator.certificate import make_certificate
@@ -23,6 +22,7 @@ from fedqueue.coordinator.connection import Connection
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.errors import ConfigError, FedQueueError
+from fedqueue.network import is_loopback
 from fedqueue.runs import write_json
 
 ADDRESS = "address.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from typing import Final
 
 from fedqueue import tensorfile
 from fedqueue.failpoints import failpoint
+from fedqueue.files import sync
 from fedqueue.models import OBJECTS, object_path
 
 KEPT_REFUSED: Final = 10
@@ -125,12 +125,3 @@ def traces(path: Path) -> Traces | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def sync(path: Path) -> None:
-    """On the disk when this returns; a folder too, so that the names in it are."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,7 @@
 A scheduler's estimate assumes that every job runs to its limit and that nobody submits another, so it is no forecast:
 mostly too late, at times far too early. What can be learned is by which factor it is off, log(1 + wait) - log(1 +
 estimate). Where the scheduler says nothing, our own waits are all there is.
-The adapters in `runtime.schedulers` read the estimates.
+The adapters in `agent.schedulers` read the estimates.
 """
 
 from __future__ import annotations
