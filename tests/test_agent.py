@@ -12,7 +12,7 @@ import pytest
 from fedqueue.agent.agent_state import Notes
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
-from fedqueue.agent.model_cache import Shelf
+from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_scheduler
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.station import Station
@@ -100,10 +100,10 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
 
 def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
-    shelf = Shelf(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, shelf, None)
+    model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
+    evaluation = Evaluation(station, model_cache, None)
     model = {"version": 3, "sha256": "a" * 64}
-    shelf.path(model).write_bytes(b"bytes")
+    model_cache.path(model).write_bytes(b"bytes")
     ended_job(station)
     evaluation.want({"version": 3, "model": model})
     for _ in range(2):
@@ -116,18 +116,18 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
     with pytest.raises(SubmitRefusedError, match="jobs under way may use the rest"):
         station.check_cap(3600.0)  # of a job that trains, while the other scores
     evaluation.stop()
-    shelf.close()
+    model_cache.close()
 
 
 def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, shelf, None)
+    model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
+    evaluation = Evaluation(station, model_cache, None)
     model = {"version": 3, "sha256": "a" * 64}
-    shelf.path(model).write_bytes(b"bytes")
+    model_cache.path(model).write_bytes(b"bytes")
     station.notes.note({"kind": "closed", "sequence": -1, "node_seconds": 4000.0})
     evaluation.want({"version": 3, "model": model})
     for _ in range(2):
         evaluation.turn()
-    shelf.close()
+    model_cache.close()
     assert len(said) == 1
     assert "model 3 cannot be scored: 1.11 of 1.2 node-hours are used: the facility's cap" in said[0]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from fedqueue.agent.transport import Client, CoordinatorUnreachableError
 from fedqueue.cli import main
 from fedqueue.protocol.messages import FacilityLeft, UpdateArrived
 from tests.conftest import journal
@@ -256,6 +257,10 @@ def test_full_disk_says_one_thing_once_and_status_says_it_too(tmp_path: Path) ->
             assert "does not answer" not in said.stderr, said.stderr
         wait_for(lambda: "room" in status().stderr, 60.0, "it says so", lambda: f"{status()}\n{run.tails()}")
         assert status().returncode != 0
+        stranger = Client(f"http://127.0.0.1:{run.port}", retries=0)
+        with pytest.raises(CoordinatorUnreachableError, match="nothing is lost") as told:
+            stranger.call("GET", "/v1/health")
+        assert str(run.folder) not in str(told.value), "where things lie is the operator's business"
         assert run.log(COORDINATOR).count("waiting for room") == 1, run.log(COORDINATOR)
         ballast.unlink()
         run.run_to_end(90.0)

@@ -24,7 +24,7 @@ bare = "outside:BareScheduler"
 [project.entry-points."fedqueue.listeners"]
 kinds = "outside:make_listener"
 faulty = "outside:make_faulty_listener"
-[project.entry-points."fedqueue.protocol.strategies"]
+[project.entry-points."fedqueue.strategies"]
 patient = "outside:Patient"
 [project.entry-points."fedqueue.predictors"]
 pessimist = "outside:pessimist"

@@ -1,4 +1,4 @@
-"""The protocol imports nothing but the standard library and itself, and asks nobody for the time or for luck."""
+"""Who may import whom: the protocol the standard library and itself alone, and no machine's code another machine's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedqueue"
-PURE = ("messages", "plan", "errors", "budget", "fit", "admit", "weigh", "checks", "predict", "strategies")
+PURE = ("protocol", "errors")
+ROOMS = {
+    "agent": ("coordinator", "sim", "training", "worker", "integrations"),
+    "coordinator": ("agent", "sim", "worker", "integrations"),
+    "worker": ("agent", "coordinator", "sim", "training", "config"),
+    "integrations": ("agent", "coordinator", "sim", "training", "config"),
+    "training": ("agent", "coordinator", "sim"),
+    "sim": ("agent", "coordinator", "worker", "integrations"),
+}
+"""Each room, and those it must not know: a login node has no server, a job has neither, a simulation needs none."""
 FORBIDDEN = {"time", "datetime", "random", "secrets", "os", "pathlib", "io", "socket", "threading", "asyncio", "uuid"}
-FILES = sorted(
-    path
-    for name in PURE
-    for path in ([SOURCE / f"{name}.py"] if (SOURCE / f"{name}.py").exists() else (SOURCE / name).glob("*.py"))
-)
+FILES = sorted([*(SOURCE / "protocol").rglob("*.py"), SOURCE / "errors.py"])
 
 
 def imports(path: Path) -> set[str]:
@@ -43,6 +48,17 @@ def test_core_imports_standard_library_and_itself_only(path: Path) -> None:
 
 def test_there_are_core_files_to_check() -> None:
     assert len(FILES) > 15
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_imports_another_machines(room: str) -> None:
+    files = sorted((SOURCE / room).rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imports(path):
+            top, _, rest = name.partition(".")
+            known = rest.partition(".")[0]
+            assert top != "fedqueue" or known not in ROOMS[room], f"{path.relative_to(SOURCE)} imports {name}"
 
 
 def test_command_line_of_a_timing_run_never_loads_torch_or_matplotlib(tmp_path: Path) -> None:

@@ -39,11 +39,12 @@ from fedqueue.agent.transport import (
 from fedqueue.config import parse
 from fedqueue.coordinator import server
 from fedqueue.coordinator.access import FILE as ACCESS
-from fedqueue.coordinator.access import OPERATOR_FILE, Access, write_secret
+from fedqueue.coordinator.access import OPERATOR_FILE, Access
 from fedqueue.coordinator.certificate import make_certificate
 from fedqueue.coordinator.connection import Connection
 from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.errors import ConfigError
+from fedqueue.files import write_secret
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
 from tests.slurm import wait_for
 

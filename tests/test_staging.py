@@ -89,7 +89,9 @@ def staged_changed(tmp_path: Path) -> Path:
     for name in WORKER_FILES:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, package / name)
-    (package / "fit.py").write_text((PACKAGE / "fit.py").read_text() + "\nNEW = True\n")
+    (package / "protocol/binding_rule.py").write_text(
+        (PACKAGE / "protocol/binding_rule.py").read_text() + "\nNEW = True\n"
+    )
     return package
 
 
@@ -131,4 +133,4 @@ assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
 def test_plain_copy_of_an_older_version_is_replaced(tmp_path: Path) -> None:
     shutil.copytree(staged_changed(tmp_path), tmp_path / "worker" / "fedqueue")
     stage_worker(tmp_path)
-    assert "NEW" not in (tmp_path / "worker/fedqueue/fit.py").read_text()
+    assert "NEW" not in (tmp_path / "worker/fedqueue/protocol/binding_rule.py").read_text()

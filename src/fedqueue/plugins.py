@@ -1,7 +1,7 @@
 """What installed packages add to FedQueue, by entry points: nobody has to change ours for it.
 
     fedqueue.commands      a module with HELP, add_arguments(parser) and run(args): a verb of the command line
-    fedqueue.protocol.strategies    a `Strategy` class
+    fedqueue.strategies    a `Strategy` class
     fedqueue.predictors    maker(first, smoothing) of a `Predictor`
     fedqueue.schedulers    a class that is made with (settings, home), has the methods of `Scheduler`, and a dataclass
                            `Settings` whose `kind` is a Literal

@@ -21,8 +21,8 @@ from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.job_folder import JobFolder, script
 from fedqueue.agent.journal import Lease
-from fedqueue.agent.live_forecast import Foreseeing
-from fedqueue.agent.model_cache import Shelf
+from fedqueue.agent.live_forecast import LiveForecast
+from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer
 from fedqueue.agent.schedulers import (
     JobRequest,
@@ -61,12 +61,12 @@ class Agent:
         self._met = False  # the coordinator, since we started
         self._client = client
         self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
-        self._shelf = Shelf(home, client, self._station.clock, self._station.trouble)
+        self._model_cache = ModelCache(home, client, self._station.clock, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
-        self._evaluation = Evaluation(self._station, self._shelf, self._worker)
+        self._evaluation = Evaluation(self._station, self._model_cache, self._worker)
         self._delivery = Delivery(self._station, client)
         self._watching = Watching(self._station, self._delivery.on_its_way)
-        self._foreseeing = Foreseeing(self._station)
+        self._live_forecast = LiveForecast(self._station)
 
     # Life -----------------------------------------------------------------------------------------------
 
@@ -96,11 +96,11 @@ class Agent:
                 self._tell_and_do()  # before anything is noted: was one of us set back?
             self._watching.look()
             self._evaluation.turn()
-            self._foreseeing.turn()
+            self._live_forecast.turn()
             if self._met:
                 self._tell_and_do()
             self._submit_what_waits()
-            self._foreseeing.follow()
+            self._live_forecast.follow()
         except (StorageError, OSError) as error:  # shared file systems have bad moments
             self._station.trouble("disk", str(error))
             self._say_stuck()
@@ -114,10 +114,10 @@ class Agent:
 
     def close(self) -> None:
         """End in peace: the coordinator may take another agent at once."""
-        if self._delivery.moving or self._shelf.busy:
+        if self._delivery.moving or self._model_cache.busy:
             self._station.say("waiting for a transfer; Ctrl-C or `kill` once more ends at once, and nothing is lost")
         self._delivery.close()
-        self._shelf.close()
+        self._model_cache.close()
         try:
             self._say_goodbye()
         finally:
@@ -147,7 +147,7 @@ class Agent:
                 return
 
     def _busy(self) -> bool:
-        return bool(self._delivery.moving) or self._shelf.busy or bool(self._memory.reports)
+        return bool(self._delivery.moving) or self._model_cache.busy or bool(self._memory.reports)
 
     @property
     def over(self) -> str | None:
@@ -167,7 +167,7 @@ class Agent:
             "generation": self._lease.generation,
             "host": socket.gethostname(),
             "poll_seconds": self._station.settings.poll_seconds,
-            "standing": self._shelf.standing_number,
+            "standing": self._model_cache.standing_number,
             "open": sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
             "newest": self._memory.newest_report,
             "reports": reports,
@@ -193,10 +193,10 @@ class Agent:
                 self._cancel_unknown(sequence)
             elif not work.cancelled:
                 self._cancel(work)
-        self._shelf.want(answer["standing"], received_at)
+        self._model_cache.want(answer["standing"], received_at)
         needed = [work.order["model"] for work in memory.works.values() if work.order["model"] is not None]
         self._evaluation.want(answer["evaluate"])
-        self._shelf.keep([*needed, *self._evaluation.models()], self._taken())
+        self._model_cache.keep([*needed, *self._evaluation.models()], self._taken())
         self._delivery.turn()
 
     def _ask(self) -> dict[str, Any] | None:
@@ -300,7 +300,7 @@ class Agent:
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
-            unbound = work.order["assignment"] is None and not self._shelf.standing_path.exists()
+            unbound = work.order["assignment"] is None and not self._model_cache.standing_path.exists()
             if work.scheduler_id is None and (work.intended or not unbound):  # otherwise it would find no work
                 try:
                     self._submit(work)
@@ -372,9 +372,9 @@ class Agent:
             "purpose": order["purpose"],
             "wall_seconds": wall,
             "nodes": self._station.nodes,
-            "standing": str(self._shelf.standing_path),
+            "standing": str(self._model_cache.standing_path),
             "state_dir": str(self._station.home / "state"),
-            "model": str(self._shelf.path(order["model"])) if order["model"] is not None else None,
+            "model": str(self._model_cache.path(order["model"])) if order["model"] is not None else None,
             "assignment": order["assignment"],
         }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedqueue import PROTOCOL
 from fedqueue.agent.job_folder import JobFolder, script
-from fedqueue.agent.model_cache import Shelf
+from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
 from fedqueue.agent.station import Station
 from fedqueue.errors import StorageError
@@ -26,9 +26,9 @@ WALL_SECONDS = 1800.0
 class Evaluation:
     """One model at a time, the newest that is asked for. What a killed agent had begun is found by its name."""
 
-    def __init__(self, station: Station, shelf: Shelf, worker: Path | None) -> None:
+    def __init__(self, station: Station, model_cache: ModelCache, worker: Path | None) -> None:
         self._station = station
-        self._shelf = shelf
+        self._model_cache = model_cache
         self._worker = worker
         self._wanted: Mapping[str, Any] | None = None
         self._version: int | None = None  # under way
@@ -57,7 +57,7 @@ class Evaluation:
             if self._version is not None:
                 self._look(self._version)
             elif self._wanted is not None and int(self._wanted["version"]) not in self._done:
-                path = self._shelf.path(self._wanted["model"])
+                path = self._model_cache.path(self._wanted["model"])
                 if path.exists():
                     self._model = self._wanted["model"]
                     self._begin(int(self._wanted["version"]), str(path))
@@ -81,7 +81,7 @@ class Evaluation:
                 self._station.scheduler.cancel(self._job)
 
     def _folder(self, version: int) -> JobFolder:
-        return JobFolder(self._shelf.home, f"eval-{version}")
+        return JobFolder(self._model_cache.home, f"eval-{version}")
 
     def _begin(self, version: int, model: str) -> None:
         folder = self._folder(version)
@@ -115,8 +115,8 @@ class Evaluation:
             "purpose": "evaluate",
             "wall_seconds": wall,
             "nodes": self._station.nodes,
-            "standing": str(self._shelf.standing_path),
-            "state_dir": str(self._shelf.home / "state"),
+            "standing": str(self._model_cache.standing_path),
+            "state_dir": str(self._model_cache.home / "state"),
             "model": model,
             "assignment": {"base_version": version, "steps": 1, "learning_rate": 1.0, "train_budget": None},
         }

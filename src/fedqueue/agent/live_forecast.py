@@ -50,7 +50,7 @@ class Sight(Protocol):
         """It will not start any more, or nobody will say when it did."""
 
 
-class Foreseeing:
+class LiveForecast:
     def __init__(self, station: Station) -> None:
         self._station = station
         self._sight: Sight | None = None

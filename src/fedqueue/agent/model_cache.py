@@ -22,7 +22,7 @@ DRIFT_SECONDS: Final = 0.25
 """A posted cutoff that has moved by more (the run was paused, the coordinator was down) is written anew."""
 
 
-class Shelf:
+class ModelCache:
     def __init__(self, home: Path, client: Client, clock: FileClock, trouble: Callable[[str, str], None]) -> None:
         """`trouble` is told where and what it is."""
         self._trouble = trouble

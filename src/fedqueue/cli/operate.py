@@ -154,7 +154,7 @@ def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
 
 def _invite(args: argparse.Namespace) -> int:
     from fedqueue.agent.enrolment import invitation
-    from fedqueue.coordinator.access import write_secret
+    from fedqueue.files import write_secret
 
     answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
     text = invitation(answer["url"], answer["token"], answer["certificate"], answer["run"])

@@ -36,7 +36,7 @@ HEADER_ROOM: Final = 1 << 20  # bytes
 NOTHING_TO_DO: Final[dict[str, Any]] = {"orders": [], "cancel": [], "standing": None, "evaluate": None}
 
 
-class Desk:
+class FacilityApi:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._checks: dict[tuple[str, int], asyncio.Task[dict[str, Any]]] = {}

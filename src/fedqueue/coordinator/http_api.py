@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import OPERATOR, Access
 from fedqueue.coordinator.coordinator import Coordinator, Refused
-from fedqueue.coordinator.facility_api import Desk
+from fedqueue.coordinator.facility_api import FacilityApi
 from fedqueue.coordinator.limits import Limits, Uploads
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, openapi
 from fedqueue.coordinator.status import status
@@ -89,7 +89,7 @@ class Api:
     def __init__(self, coordinator: Coordinator, access: Access, address: Callable[[], dict[str, Any]]) -> None:
         self.coordinator = coordinator
         self.access = access
-        self.desk = Desk(coordinator)
+        self.facility_api = FacilityApi(coordinator)
         self.address = address
         self.limits = Limits()
         self.uploads = Uploads()
@@ -183,9 +183,9 @@ async def _poll(api: Api, call: Call) -> dict[str, Any]:
     api.limits.reports(call.who, len(call.body.reports))
 
     def poll() -> dict[str, Any]:
-        known = api.desk.must_follow(call.who, call.body)
+        known = api.facility_api.must_follow(call.who, call.body)
         _must_be_its_own(api.coordinator, call.who, call.body, known)
-        return api.desk.poll(call.who, call.body)
+        return api.facility_api.poll(call.who, call.body)
 
     return await api.ask(poll)
 
@@ -211,29 +211,31 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known
 
 async def _model(api: Api, call: Call) -> Response:
     version, headers = call.path["version"], call.request.headers
-    path, digest = await api.ask(lambda: api.desk.model(version))
+    path, digest = await api.ask(lambda: api.facility_api.model(version))
     sha256 = None if api.coordinator.store.is_untouched(path) else digest
 
     def failed(error: TensorFileError) -> None:
-        api.coordinator.ask(lambda: api.desk.cannot_send(version, error))
+        api.coordinator.ask(lambda: api.facility_api.cannot_send(version, error))
 
     try:
         return send_file(path, headers.get("range"), digest, headers.get("if-range"), sha256, failed)
     except OSError as error:
         found = UnreadableFileError(path, error)
-        raise await api.ask(lambda: api.desk.cannot_send(version, found)) from None
+        raise await api.ask(lambda: api.facility_api.cannot_send(version, found)) from None
 
 
 async def _offset(api: Api, call: Call) -> dict[str, Any]:
     at = call.path
-    path = await api.ask(lambda: api.desk.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], 8))
+    path = await api.ask(lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], 8))
     return {"offset": have(path)}
 
 
 async def _upload(api: Api, call: Call) -> dict[str, Any]:
     at, update = call.path, _update(call)
     size = at["bytes"]
-    path = await api.ask(lambda: api.desk.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], size))
+    path = await api.ask(
+        lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], size)
+    )
     there = await api.uploads.write(
         update, lambda: receive(call.request, path, offset=at["offset"], total=size), lambda: have(path)
     )
@@ -247,7 +249,7 @@ async def _commit(api: Api, call: Call) -> Response:
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
         over = partial(api.uploads.release, update)
-        answer = await api.desk.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
+        answer = await api.facility_api.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
         if answer["status"] == "checking":
             goes_on()
     return JSONResponse(answer, 202 if answer["status"] == "checking" else 200)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedqueue.config import Config
-from fedqueue.coordinator.access import Access
+from fedqueue.coordinator.access import OPERATOR, Access
 from fedqueue.coordinator.certificate import make_certificate
 from fedqueue.coordinator.connection import Connection
 from fedqueue.coordinator.coordinator import Coordinator
@@ -27,6 +28,8 @@ from fedqueue.runs import write_json
 
 ADDRESS = "address.json"
 """In the run folder: where the coordinator listens, for commands on the same machine."""
+
+NOT_NOW = "the coordinator cannot work now, and tries again by itself; nothing is lost"
 
 HEAD_BYTES = 64 << 10
 """Of a request, before its body."""
@@ -61,15 +64,20 @@ def serving(
         try:
             yield address
         finally:
-            api.desk.close()
+            api.facility_api.close()
 
 
 @contextlib.contextmanager
 def excusing(config: Config, folder: Path, listener: socket.socket, reason: str, *, plain: bool) -> Iterator[None]:
-    """While the coordinator cannot work, whoever calls is told why and comes again later."""
+    """While the coordinator cannot work, whoever calls is told so and comes again later; the operator is told why."""
+    access: Access | None = None
+    with contextlib.suppress(FedQueueError, OSError):
+        access = Access(folder)
 
     async def later(scope: Scope, receive: Receive, send: Send) -> None:
-        await JSONResponse({"reason": reason}, 503)(scope, receive, send)
+        secret = Request(scope).headers.get("authorization", "").partition(" ")[2]
+        is_operator = access is not None and access.who(secret) == OPERATOR
+        await JSONResponse({"reason": reason if is_operator else NOT_NOW}, 503)(scope, receive, send)
 
     with contextlib.ExitStack() as held:
         with contextlib.suppress(FedQueueError, OSError):  # without a certificate nobody can be told anything

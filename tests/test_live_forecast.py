@@ -10,7 +10,7 @@ import pytest
 
 from fedqueue.agent import live_forecast as foreseeing
 from fedqueue.agent.agent_state import Notes
-from fedqueue.agent.live_forecast import Foreseeing
+from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.station import Station
@@ -80,7 +80,7 @@ class Home:
         station = Station(
             AgentConfig(agent=self._settings), self.path, "north", scheduler, self.notes, self.said.append
         )
-        self.foreseeing = Foreseeing(station)
+        self.foreseeing = LiveForecast(station)
 
     def close(self) -> None:
         if hasattr(self, "notes"):
