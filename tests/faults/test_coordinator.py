@@ -183,7 +183,7 @@ def test_a_coordinator_that_is_killed_and_started_on_a_full_disk_has_its_ledger_
         run.stop(COORDINATOR)
         ballast = fill(run.folder)
         run.start(COORDINATOR)
-        run.run_until(lambda: "tried again by itself" in run.log(COORDINATOR), "the disk is full")
+        run.run_until(lambda: "waiting for room" in run.log(COORDINATOR), "the disk is full")
         ballast.unlink()
         run.run_to_end(90.0)
         story = check(run, rounds=6)
