@@ -129,11 +129,8 @@ def a_round_but_for_one_update(folder: Path, rounds: int = 1) -> Iterator[tuple[
             """Its verdict, or why it cannot be taken now; an agent comes again then."""
             south, sequence = served.agents["south"], int(orders["south"]["sequence"])
             try:
-                try:
+                with suppress(CoordinatorRefusedError):  # it is in, and only its verdict was lost
                     south.client.upload(content, sequence, 0, digest)
-                except CoordinatorRefusedError as error:
-                    if error.status != 410:  # otherwise it was taken, and the verdict did not reach us
-                        raise
                 return str(south.commit(update_path(sequence, 0, digest), 0)["status"])
             except CoordinatorUnreachableError as error:
                 return str(error)
