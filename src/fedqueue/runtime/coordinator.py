@@ -594,7 +594,9 @@ class Coordinator:
         books = self.books
         unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
         versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
-        versions |= {version for version in (self.best, self._asked_to_score) if version is not None}
+        # The best also while its file is gone: when somebody puts it back, it stays.
+        best = best_of(books.scores) if self.config.model.keep == "best" else None
+        versions |= {version for version in (best, self.best, self._asked_to_score) if version is not None}
         needed = {books.models[version] for version in versions if version in books.models}
         needed.update(receipt.digest for receipt in books.updates.values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
