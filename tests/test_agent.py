@@ -95,7 +95,7 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
     coordinator.call = lambda *_: {"status": "rejected", "reason": "not finite"}
     turn_until(delivery, lambda: work.settled)
     delivery.close()
-    assert said[-1] == "the update of job 0 was rejected: not finite"
+    assert said[-1] == "the update of job 0 (1) was rejected: not finite"
 
 
 def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fedqueue.cli import main
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.protocol.messages import (
@@ -198,3 +199,20 @@ def test_reader_sees_a_ledger_that_still_grows(tmp_path: Path) -> None:
         ledger(TimerFired(at=1.0, key="k"), [])
         assert len(list(reader.lines())) == 2
     ledger.close()
+
+
+def test_a_ledger_of_an_older_format_is_named_with_the_build_that_reads_it(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = in_tmp / "old" / "ledger.sqlite"
+    path.parent.mkdir()
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)")
+    database.executemany("INSERT INTO meta VALUES (?, ?)", [("format", "2"), ("version", '"0.1.0"')])
+    database.commit()
+    database.close()
+    assert main(["replay", "old"]) == 5
+    said = capsys.readouterr().err
+    assert "is of ledger format 2" in said
+    assert "use the FedQueue that wrote it (0.1.0)" in said
+    assert said.count("\n") == 1

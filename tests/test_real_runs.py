@@ -169,6 +169,29 @@ def test_the_best_model_is_kept_and_can_be_fetched(config: Path, capsys: Any) ->
     assert main(["models", str(folder), "best", "--out", str(out), "--replace"]) == 0
 
 
+@pytest.mark.parametrize("keep", ["best", "needed"])
+def test_no_other_model_is_called_the_best_where_its_file_is_not_there(config: Path, capsys: Any, keep: str) -> None:
+    scores = 'case $FEDQUEUE_VERSION in 1) s=0.9;; *) s=0.6;; esac; echo {\\"score\\": $s}'
+    _, folder = run(config, f"evaluation.command='{scores}'", f"model.keep={keep}")
+    capsys.readouterr()
+    out = config.parent / "fetched.safetensors"
+    if keep == "best":
+        assert main(["models", str(folder), "best"]) == 0
+        file = Path(capsys.readouterr().out.strip())
+        file.unlink()
+        assert main(["replay", str(folder)]) == 7
+        assert f"model 1, objects/{file.name}, cannot be read" in capsys.readouterr().err
+    assert main(["models", str(folder), "best", "--out", str(out)]) != 0
+    assert (
+        "put it back" if keep == "best" else "the best, model 1, is not kept; kept are 3"
+    ) in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["models", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "best" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_receipts_say_what_was_really_done(config: Path) -> None:
     _, folder = run(config)
     with LedgerReader(folder / FILE) as ledger:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 PROTOCOL = 2
 """Of what coordinator, agent and job say to each other; goes with every request and every order. Coordinators

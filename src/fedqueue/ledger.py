@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue import __version__
 from fedqueue.errors import RunFolderError, StorageError
 from fedqueue.protocol.messages import Command, Event
 from fedqueue.protocol.wire import encode, encode_value, parse
 from fedqueue.schema import SCHEMA
 
 FILE: Final = "ledger.sqlite"
-FORMAT: Final = 2
+FORMAT: Final = 3
 BATCH: Final = 4096  # events a transaction, when the run can simply be made again
 
 
@@ -155,9 +156,12 @@ class LedgerReader:
                 raise storage_error(path, error, "read") from None
             raise RunFolderError(f"{path}: is not a ledger: {error}") from None
         if self.meta.get("format") != FORMAT:
-            found = self.meta.get("format")
+            found, build = self.meta.get("format"), self.meta.get("version", "of unknown version")
             self._db.close()
-            raise RunFolderError(f"{path}: has format {found}; this build reads format {FORMAT}")
+            raise RunFolderError(
+                f"{path}: is of ledger format {found}, and this build ({__version__}) reads format {FORMAT} alone; "
+                f"use the FedQueue that wrote it ({build})"
+            )
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """Ask one of the views, for example `SELECT * FROM jobs`."""

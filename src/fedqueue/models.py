@@ -49,18 +49,19 @@ class Models:
     """All that a real run made, newest last, and which of them its folder must have."""
 
     made: list[Model]
-    kept: list[Model]
+    keep: str  # of the config's [model]
+    best: Model | None  # None: none has a score
 
     @property
     def newest(self) -> Model:
         return self.made[-1]
 
     @property
-    def best(self) -> Model | None:
-        """Of those whose files are there; None: none of them has a score."""
-        there = {model.version: model for model in self.made if model.file.exists()}
-        best = best_of({version: model.score for version, model in there.items()})
-        return None if best is None else there[best]
+    def kept(self) -> list[Model]:
+        if self.keep == "all":
+            return self.made
+        best = self.best if self.keep == "best" else None
+        return [model for model in self.made if model in (self.newest, best)]
 
 
 def read_models(folder: Path) -> Models:
@@ -77,6 +78,7 @@ def read_models(folder: Path) -> Models:
         ):
             digests[row["version"]] = (row["at"], row["digest"])
         keep = ledger.meta["config"]["model"]["keep"]
+        where = ledger.meta["config"]["evaluation"]["where"]
     made = [
         Model(
             version=version,
@@ -87,11 +89,10 @@ def read_models(folder: Path) -> Models:
         )
         for version, (at, digest) in sorted(digests.items())
     ]
-    models = Models(made=made, kept=made)
-    if keep == "all":
-        return models
-    kept = {model.version: model for model in (models.newest, models.best if keep == "best" else None) if model}
-    return Models(made=made, kept=list(kept.values()))
+    # A file that is gone makes no other model the best. Only a facility may score one that is no longer kept.
+    rated = made if where == "coordinator" else [model for model in made if model.file.exists()]
+    best = best_of({model.version: model.score for model in rated})
+    return Models(made=made, keep=keep, best=next((model for model in made if model.version == best), None))
 
 
 def find(folder: Path, which: str) -> Model:
@@ -101,10 +102,12 @@ def find(folder: Path, which: str) -> Model:
     if which in ("best", "newest"):
         found = models.best if which == "best" else models.newest
     else:
-        found = next((model for model in there if str(model.version) == which), None)
-    if found is None:
+        found = next((model for model in models.made if str(model.version) == which), None)
+    if found is None or not (found.file.exists() or found in models.kept):
         kept = ", ".join(str(model.version) for model in there) or "none"
-        what = "no model that is kept has a score" if which == "best" else f"model {which} is not kept"
+        what = f"model {which} is not kept"
+        if which == "best":
+            what = "no model has a score" if found is None else f"the best, model {found.version}, is not kept"
         raise RunFolderError(f'{folder}: {what}; kept are {kept}; [model] keep = "all" keeps every one')
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from fedqueue.protocol.messages import (
     JobFailed,
     JobRequeued,
     JobStarted,
+    Record,
     RunStarted,
     UpdateRejected,
 )
@@ -210,6 +213,66 @@ def test_a_bad_update_is_rejected_with_its_reason_and_kept_aside(tmp_path: Path)
         kept = {path.name.rpartition("-")[0] for path in (run.folder / "refused").iterdir()}
         assert {"north@0-0", "north@2-0", "south@0-0", "south@2-0"} <= kept
         ended_with(run)
+
+
+NOT_FINITE = """
+import fedqueue, numpy
+with fedqueue.participate() as work:
+    for step in work.steps():
+        pass
+    work.submit({"weight": numpy.full(32, numpy.nan, numpy.float32)})
+"""
+
+
+def test_the_last_line_of_a_job_that_failed_reaches_log_ledger_and_status(tmp_path: Path) -> None:
+    tree = tree_of("fedavg", port=free_port(), options={"steps": 5}, failures={"max_attempts": 1})
+    tree["failures"]["suspend_seconds"] = 600.0
+    (tmp_path / "train.py").write_text(NOT_FINITE)
+    with Run(tmp_path, tree, agent={"environment": {"PYTHONPATH": str(SOURCE)}}) as run:
+        run.write_agent("north", {"command": f"exec {sys.executable} {tmp_path}/train.py", "stage_worker": True}, {})
+        evil = "printf '\\033[2Jit fell\\007 %s\\n\\n' \"$(yes x | head -n 2000 | tr '\\n' ' ')\" >&2; exit 3"
+        run.write_agent("south", {"command": evil}, {})
+        run.start()
+        run.run_until(lambda: len(suspended(run)) == 2, "both facilities are suspended")
+        facilities = status_of(run)["facilities"]
+        reasons = {event.job_id: event.reason for event in run.story().events(JobFailed)}
+        for reason in (reasons["north/0"], facilities[0]["idle_because"], run.log(COORDINATOR), run.log("north")):
+            assert "'weight' is not finite" in reason
+        assert "exit code 3" in reasons["south/0"]
+        assert "ends with: ?[2Jit fell? x x x" in reasons["south/0"]
+        assert len(reasons["south/0"]) < 400
+        for text in (*reasons.values(), run.log(COORDINATOR), run.log("south"), facilities[1]["idle_because"]):
+            assert not set(text) & {chr(27), chr(7)}
+
+
+def suspended(run: Run) -> list[Record]:
+    return [] if not run.happened(JobFailed) else [r for r in run.story().commands(Record) if r.kind == "suspended"]
+
+
+def status_of(run: Run) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedqueue", "status", str(run.folder), "--json"],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_an_agent_says_what_becomes_of_each_job_with_its_number_and_the_schedulers(tmp_path: Path) -> None:
+    tree = tree_of("fedavg", rounds=2, port=free_port(), options={"steps": 5})
+    with Run(tmp_path, tree) as run:
+        run.start()
+        run.run_to_end()
+        said = run.log("north")
+        for path in run.home("north").glob("scheduler/jobs/fq-*"):
+            number = path.name.rpartition("-")[2]
+            for what in ("job {} ({}) is at the scheduler", "job {} ({}) started after ", "job {} ({}) ended: "):
+                assert what.format(number, path.name) in said
+            assert f"the update of job {number} ({path.name}) is handed in" in said
+        check(run, rounds=2)
 
 
 # Agents ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
 import signal
@@ -129,11 +130,8 @@ def a_round_but_for_one_update(folder: Path, rounds: int = 1) -> Iterator[tuple[
             """Its verdict, or why it cannot be taken now; an agent comes again then."""
             south, sequence = served.agents["south"], int(orders["south"]["sequence"])
             try:
-                try:
+                with suppress(CoordinatorRefusedError):  # it is in, and only its verdict was lost
                     south.client.upload(content, sequence, 0, digest)
-                except CoordinatorRefusedError as error:
-                    if error.status != 410:  # otherwise it was taken, and the verdict did not reach us
-                        raise
                 return str(south.commit(update_path(sequence, 0, digest), 0)["status"])
             except CoordinatorUnreachableError as error:
                 return str(error)
@@ -217,6 +215,48 @@ def test_a_model_that_changed_is_scored_when_it_is_put_back(tmp_path: Path, way:
         assert main(["models", str(served.folder), "best", "--out", str(tmp_path / "best.safetensors")]) == 0
         assert (tmp_path / "best.safetensors").read_bytes() == model.read_bytes()
         assert state(served) == "running"
+
+
+@contextmanager
+def a_better_first_model(folder: Path) -> Iterator[tuple[Served, Path]]:
+    """A coordinator that has made model 1, and the file of model 0, which scored higher."""
+    command = 'case $FEDQUEUE_VERSION in 0) s=0.9;; *) s=0.6;; esac; echo {\\"score\\": $s}'
+    evaluation = {"where": "coordinator", "command": command}
+    with serving(folder, PAIR, ends=True, rounds=9, evaluation=evaluation, **FEDAVG) as served:
+        (model,) = objects(served.folder)
+        for name in PAIR:
+            served.facility(name).poll()
+        for name in PAIR:
+            served.facility(name).hand_in(served.facility(name).running(), update(folder, 0.5))
+        wait_for(lambda: served.status()["score"] == 0.6, 30.0, "model 1 is scored", served.said)
+        yield served, model
+
+
+def test_the_best_model_stays_when_it_is_put_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with a_better_first_model(tmp_path) as (served, best):
+        with moved_away(best):
+            restart(served)
+            for agent in served.agents.values():
+                agent.poll()
+        for agent in served.agents.values():
+            agent.poll()
+        shown(capsys, "pause", served)  # after each event the coordinator deletes what it does not need
+        assert best.exists()
+        assert main(["models", str(served.folder), "best"]) == 0
+        assert capsys.readouterr().out.strip() == str(best)
+
+
+def test_the_summary_never_describes_another_best_model_than_is_laid_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with a_better_first_model(tmp_path) as (served, best):
+        best.unlink()
+        shown(capsys, "stop", served)
+        until_it_is_over(served)
+    described = json.loads((served.folder / "summary.json").read_text())["models"]["best"]
+    laid_out = hashlib.sha256(Path(described["file"]).read_bytes()).hexdigest()
+    assert (described["version"], described["score"]) == (1, 0.6)
+    assert [laid_out] == [event.digest for event in Story(served.folder).events(ModelReady)]
 
 
 def test_too_many_open_files_are_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

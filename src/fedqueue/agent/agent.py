@@ -147,7 +147,8 @@ class Agent:
                 return
 
     def _busy(self) -> bool:
-        return bool(self._delivery.moving) or self._model_cache.busy or bool(self._memory.reports)
+        waits = self._model_cache.busy or self._evaluation.can_begin()
+        return bool(self._delivery.moving) or waits or bool(self._memory.reports)
 
     @property
     def over(self) -> str | None:
@@ -170,6 +171,7 @@ class Agent:
             "standing": self._model_cache.standing_number,
             "open": sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
             "newest": self._memory.newest_report,
+            "unscored": [{"version": v, "reason": why} for v, why in self._memory.unscored.items()],
             "reports": reports,
             "leaving": leaving,
             "troubles": self._station.troubles(),
@@ -260,6 +262,7 @@ class Agent:
             return  # the coordinator has not heard yet of what became of it
         if sequence <= memory.known:
             reason = "this facility has had an order of this number, and no longer has it"
+            self._station.say(f"job {sequence} was refused: {reason}")
             report = self._station.notes.report(kind="refused", sequence=sequence, reason=reason, transient=True)
             self._station.notes.note(report)
         elif len(memory.works) < MOST_ORDERS:
@@ -279,6 +282,7 @@ class Agent:
         if work.scheduler_id is None and not work.intended:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
+        self._station.say(f"{work} is cancelled: the coordinator does not want it any more")
         self._station.notes.note({"kind": "cancel", "sequence": work.sequence})
 
     def _cancel_unknown(self, sequence: int) -> None:
@@ -308,7 +312,7 @@ class Agent:
                     self._station.trouble("scheduler", f"the scheduler did not answer: {error}")
                     return
                 except SubmitRefusedError as refused:
-                    self._station.say(f"job {work.sequence} was refused: {refused.reason}")
+                    self._station.say(f"{work} was refused: {refused.reason}")
                     self._refuse(work, refused.reason, refused.transient)
 
     def _submit(self, work: Work) -> None:
@@ -352,6 +356,7 @@ class Agent:
             {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": at},
             *([report] if not work.cancelled else []),  # otherwise nobody waits for it
         )
+        self._station.say(f"{work} is at the scheduler")
 
     def _refuse(self, work: Work, reason: str, transient: bool) -> None:
         self._station.notes.note(

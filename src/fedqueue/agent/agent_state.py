@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedqueue.agent.journal import COMPACT_LINES, Journal
 from fedqueue.filetime import FileClock
+
+KEPT_UNSCORED: Final = 10
 
 
 @dataclass(slots=True)
@@ -39,6 +41,20 @@ class Work:
     def name(self) -> str:
         return str(self.order["name"])
 
+    def __str__(self) -> str:
+        """For a person: its number in the run, and the scheduler's id."""
+        return f"job {self.sequence}" + (f" ({self.scheduler_id})" if self.scheduler_id is not None else "")
+
+
+@dataclass(slots=True)
+class Scoring:
+    """A model that is being scored."""
+
+    version: int
+    model: dict[str, Any]
+    tries: int = 0  # jobs that were lost before this one
+    job: str | None = None  # the scheduler's id; None: it is not known to be there
+
 
 @dataclass(slots=True)
 class Memory:
@@ -50,6 +66,8 @@ class Memory:
     newest_report: int = 0
     node_seconds: float = 0.0  # held by jobs that are closed
     known: int = -1  # the highest order ever taken: they come in order, and no one twice
+    scoring: Scoring | None = None
+    unscored: dict[int, str] = field(default_factory=dict)  # models that get no score, the newest: why
     over: str | None = None  # why the run is over
     restored: bool = False  # it was once set back: the scheduler may have jobs that are not in here
 
@@ -123,6 +141,16 @@ class Notes:
                 memory.journal_id, memory.restored = entry["id"], True
                 memory.reports = dict(enumerate(kept, 1))
                 memory.newest_report = len(kept)
+            case "scoring":
+                memory.scoring = Scoring(entry["version"], entry["model"], entry["tries"])
+            case "scoring job" if memory.scoring is not None:
+                memory.scoring.job = entry["id"]
+            case "scoring over":
+                memory.scoring = None
+            case "unscored":
+                memory.unscored[entry["version"]] = entry["reason"]
+                for version in sorted(memory.unscored)[:-KEPT_UNSCORED]:
+                    del memory.unscored[version]
             case "over":
                 memory.over = entry["reason"]
             case "closed":
@@ -153,6 +181,8 @@ def _plain(memory: Memory) -> dict[str, Any]:
         "node_seconds": memory.node_seconds,
         "known": memory.known,
         "over": memory.over,
+        "scoring": None if memory.scoring is None else asdict(memory.scoring),
+        "unscored": [[version, reason] for version, reason in memory.unscored.items()],
         "restored": memory.restored,
     }
 
@@ -167,5 +197,7 @@ def _memory(entry: Mapping[str, Any]) -> Memory:
         node_seconds=entry["node_seconds"],
         known=entry["known"],
         over=entry.get("over"),
+        scoring=Scoring(**entry["scoring"]) if entry.get("scoring") else None,
+        unscored=dict(entry.get("unscored", [])),
         restored=entry.get("restored", False),
     )

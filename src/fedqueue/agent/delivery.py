@@ -100,10 +100,10 @@ class Delivery:
         error = future.exception()
         if error is None:
             answer = future.result()
-            if answer["status"] == "rejected":
-                self._station.say(f"the update of job {work.sequence} was rejected: {answer['reason']}")
+            verdict = f"was rejected: {answer['reason']}" if answer["status"] == "rejected" else "is handed in"
+            self._station.say(f"the update of {work} {verdict}")
         elif isinstance(error, CoordinatorRefusedError) and error.status == NOT_OPEN:
-            self._station.say(f"the update of job {work.sequence} is not wanted any more: {error.reason}")
+            self._station.say(f"the update of {work} is not wanted any more: {error.reason}")
         elif isinstance(error, CoordinatorRefusedError) and error.status not in (401, 403, 409):
             self._station.fail(work, f"its update was refused: {error.reason}", transient=True, and_end=True)
             return
@@ -115,7 +115,7 @@ class Delivery:
             self._station.fail(work, str(error), transient=True, and_end=True)
             return
         elif isinstance(error, FedQueueError):
-            self._station.trouble("hand-in", f"the update of job {work.sequence} cannot be handed in now: {error}")
+            self._station.trouble("hand-in", f"the update of {work} cannot be handed in now: {error}")
             self._not_before[work.sequence] = time.monotonic() + self._station.settings.poll_seconds
             return
         else:

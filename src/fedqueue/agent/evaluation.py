@@ -1,7 +1,8 @@
 """Scores a run's models at a facility, as jobs of its own scheduler, by the command in its own config.
 
 The command takes part as a training job does; `work.purpose` is "evaluate", and it hands in metrics alone, one of
-them "score".
+them "score". What is under way is in the journal: an agent that comes and goes finds it again. A job that is lost is
+tried again; what cannot be scored is told to the coordinator with the reason.
 """
 
 from __future__ import annotations
@@ -10,86 +11,109 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedqueue import PROTOCOL
+from fedqueue.agent.agent_state import Scoring
 from fedqueue.agent.job_folder import JobFolder, script
 from fedqueue.agent.model_cache import ModelCache
-from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError, clamp_wall
+from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError
 from fedqueue.agent.station import Station
-from fedqueue.errors import StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.protocol.reports import REASON_LENGTH
 
-WALL_SECONDS = 1800.0
+MOST_TRIES: Final = 3
+"""Jobs for one model."""
 
 
 class Evaluation:
-    """One model at a time, the newest that is asked for. What a killed agent had begun is found by its name."""
+    """One model at a time, the newest that is asked for."""
 
     def __init__(self, station: Station, model_cache: ModelCache, worker: Path | None) -> None:
         self._station = station
         self._model_cache = model_cache
         self._worker = worker
         self._wanted: Mapping[str, Any] | None = None
-        self._version: int | None = None  # under way
-        self._model: Mapping[str, Any] | None = None  # of that version
-        self._job = ""
         self._missing_since: float | None = None  # monotonic
-        # Scored, or in vain. What was reported before we were killed may be on its way still.
-        reports = station.memory.reports.values()
-        self._done: set[int] = {report["version"] for report in reports if report["kind"] == "scored"}
 
     def want(self, asked: Mapping[str, Any] | None) -> None:
-        if asked is not None and self._station.settings.evaluate_command is None:
-            if -1 not in self._done:
-                self._station.say("the run wants its models scored here, but agent.evaluate_command is not set")
-                self._done.add(-1)
-            return
         self._wanted = asked
 
     def models(self) -> list[Mapping[str, Any]]:
         """That must be at hand: of the version under way, and of the newest."""
         asked = self._wanted["model"] if self._wanted is not None else None
-        return [model for model in (self._model, asked) if model is not None]
+        under_way = self._scoring.model if self._scoring is not None else None
+        return [model for model in (under_way, asked) if model is not None]
+
+    def can_begin(self) -> bool:
+        """Whether a model that is asked for is here, and nobody has begun with it."""
+        wanted = self._wanted
+        if wanted is None or self._scoring is not None or not self._model_cache.path(wanted["model"]).exists():
+            return False
+        version, memory = int(wanted["version"]), self._station.memory
+        told = any(r["kind"] == "scored" and r["version"] == version for r in memory.reports.values())
+        return version not in memory.unscored and not told
 
     def turn(self) -> None:
         try:
-            if self._version is not None:
-                self._look(self._version)
-            elif self._wanted is not None and int(self._wanted["version"]) not in self._done:
-                path = self._model_cache.path(self._wanted["model"])
-                if path.exists():
-                    self._model = self._wanted["model"]
-                    self._begin(int(self._wanted["version"]), str(path))
-        except (SchedulerUnreachableError, StorageError) as error:
-            if not self._job:
-                self._version = None  # not begun: the next turn asks again
-            if isinstance(error, StorageError):
-                raise
+            if self._scoring is None and self._wanted is not None and self.can_begin():
+                self._begin(self._wanted)
+            if self._scoring is not None and self._scoring.job is None:
+                self._submit(self._scoring)
+            elif self._scoring is not None:
+                self._look(self._scoring)
+        except SchedulerUnreachableError as error:  # the next turn asks again
+            self._station.trouble("scoring", f"models cannot be scored now: the scheduler did not answer: {error}")
         except SubmitRefusedError as refused:
-            if refused.transient:
-                self._station.trouble("scoring", f"models cannot be scored now: {refused.reason}")
-                self._version = self._model = None  # the next turn asks again, for the newest then
-            else:
-                self._station.say(f"model {self._version} cannot be scored: {refused.reason}")
-                self._end()
+            if self._scoring is not None and not refused.transient:
+                self._give_up(self._scoring.version, refused.reason)
+                return
+            self._station.trouble("scoring", f"models cannot be scored now: {refused.reason}")
+            if self._scoring is not None:
+                self._station.notes.note({"kind": "scoring over"})  # the next turn begins with the newest
+        else:
+            self._station.fine("scoring")
 
     def stop(self) -> None:
         """The run is over: nobody waits for a score any more."""
-        if self._version is not None and self._job:
-            with suppress(SchedulerUnreachableError):
-                self._station.scheduler.cancel(self._job)
+        if self._scoring is not None:
+            if self._scoring.job is not None:
+                with suppress(SchedulerUnreachableError):
+                    self._station.scheduler.cancel(self._scoring.job)
+            self._station.notes.note({"kind": "scoring over"})
+
+    @property
+    def _scoring(self) -> Scoring | None:
+        return self._station.memory.scoring
 
     def _folder(self, version: int) -> JobFolder:
         return JobFolder(self._model_cache.home, f"eval-{version}")
 
-    def _begin(self, version: int, model: str) -> None:
-        folder = self._folder(version)
-        name = f"fq-{self._station.notes.memory.journal_id[:8]}-eval-{version}"
-        self._version, self._job, self._missing_since = version, "", None
-        found = self._station.scheduler.find(name)
-        wall = clamp_wall(WALL_SECONDS, self._station.scheduling)
+    def _begin(self, wanted: Mapping[str, Any]) -> None:
+        version = int(wanted["version"])
+        if self._station.settings.evaluate_command is None:
+            self._give_up(version, "agent.evaluate_command is not set at the facility")
+            return
+        try:
+            self._station.check_cap(self._station.scoring_wall)
+        except SubmitRefusedError as refused:
+            if refused.transient:
+                raise
+            self._give_up(version, refused.reason)
+            return
+        self._note(version, wanted["model"], 0)
+
+    def _note(self, version: int, model: Mapping[str, Any], tries: int, *more: Mapping[str, Any]) -> None:
+        self._missing_since = None
+        begun = {"kind": "scoring", "version": version, "model": dict(model), "tries": tries}
+        self._station.notes.note(*more, begun)
+
+    def _submit(self, scoring: Scoring) -> None:
+        again = f"-{scoring.tries}" if scoring.tries else ""
+        name = f"fq-{self._station.memory.journal_id[:8]}-eval-{scoring.version}{again}"
+        found = self._station.scheduler.find(name)  # an agent before us may have been killed while it asked
         if found is None:
+            wall, folder = self._station.scoring_wall, self._folder(scoring.version)
             self._station.check_cap(wall)
             text = script(
                 folder,
@@ -97,62 +121,68 @@ class Evaluation:
                 before=self._station.settings.before,
                 environment=self._station.settings.environment,
                 python_path=self._worker,
-                label=f"evaluation of model {version}",
+                label=f"evaluation of model {scoring.version}",
             )
-            folder.prepare(self._order(version, model, wall), text)
+            folder.prepare(self._order(scoring, wall), text)
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
             found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
-        self._job, self._station.scoring_wall = found, wall
-        self._station.fine("scoring")
+        self._station.notes.note({"kind": "scoring job", "id": found})
+        self._station.say(f"the job that scores model {scoring.version} ({found}) is at the scheduler")
 
-    def _order(self, version: int, model: str, wall: float) -> dict[str, Any]:
+    def _order(self, scoring: Scoring, wall: float) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL,
-            "job_id": f"{self._station.facility}/eval-{version}",
+            "job_id": f"{self._station.facility}/eval-{scoring.version}",
             "facility": self._station.facility,
-            "round": version,
+            "round": scoring.version,
             "purpose": "evaluate",
             "wall_seconds": wall,
             "nodes": self._station.nodes,
             "standing": str(self._model_cache.standing_path),
             "state_dir": str(self._model_cache.home / "state"),
-            "model": model,
-            "assignment": {"base_version": version, "steps": 1, "learning_rate": 1.0, "train_budget": None},
+            "model": str(self._model_cache.path(scoring.model)),
+            "assignment": {"base_version": scoring.version, "steps": 1, "learning_rate": 1.0, "train_budget": None},
         }
 
-    def _look(self, version: int) -> None:
-        folder = self._folder(version)
-        result = folder.result(folder.attempts() - 1)
+    def _look(self, scoring: Scoring) -> None:
+        folder = self._folder(scoring.version)
+        results = (folder.result(attempt) for attempt in reversed(range(folder.attempts())))
+        result = next((result for result in results if result is not None), None)
         if result is not None:
-            if "score" in result.metrics:
-                self._station.notes.note(
-                    self._station.notes.report(kind="scored", version=version, metrics=result.metrics)
-                )
-            else:
-                self._station.say(f"model {version} was not scored: its job handed in no metric of the name score")
-            self._end()
+            self._scored(scoring, result.metrics)
             return
-        status = self._station.scheduler.poll([self._job]).get(self._job)
+        status = self._station.scheduler.poll([scoring.job or ""]).get(scoring.job or "")
         if status is not None and status.phase != "ended":
+            self._missing_since = None
             return
         self._missing_since = self._missing_since or time.monotonic()
-        if time.monotonic() - self._missing_since > self._station.settings.grace_seconds:
-            self._station.say(
-                f"model {version} was not scored: its job left no scores; see jobs/eval-{version}/output.txt"
-            )
-            self._end()
+        if time.monotonic() - self._missing_since <= self._station.settings.grace_seconds:
+            return  # file systems lag: its result may be about to show
+        how = "is not known to the scheduler any more" if status is None else f"ended ({status.outcome})"
+        if scoring.tries + 1 < MOST_TRIES:
+            self._station.say(f"the job that scores model {scoring.version} {how} and left no scores; another is begun")
+            self._note(scoring.version, scoring.model, scoring.tries + 1, self._held(folder))
+        else:
+            reason = f"{MOST_TRIES} jobs left no scores; the last {how}; {folder.ends_with(self._model_cache.home)}"
+            self._give_up(scoring.version, reason, self._held(folder))
 
-    def _end(self) -> None:
-        if self._version is not None:
-            self._done.add(self._version)
-            self._count(self._folder(self._version))
-        self._version = self._model = None
-        self._station.scoring_wall = 0.0
+    def _scored(self, scoring: Scoring, metrics: Mapping[str, float | None]) -> None:
+        notes, held = self._station.notes, self._held(self._folder(scoring.version))
+        if "score" in metrics:
+            report = notes.report(kind="scored", version=scoring.version, metrics=dict(metrics))
+            notes.note(report, {"kind": "scoring over"}, held)
+            self._station.say(f"model {scoring.version} is scored ({scoring.job}): {metrics['score']}")
+        else:
+            self._give_up(scoring.version, "its job handed in no metric of the name score", held)
 
-    def _count(self, folder: JobFolder) -> None:
-        """What it held of the facility's node-hours."""
+    def _give_up(self, version: int, reason: str, *more: Mapping[str, Any]) -> None:
+        self._station.say(f"model {version} cannot be scored: {reason}")
+        unscored = {"kind": "unscored", "version": version, "reason": reason[:REASON_LENGTH]}
+        self._station.notes.note(unscored, {"kind": "scoring over"}, *more)
+
+    def _held(self, folder: JobFolder) -> dict[str, Any]:
+        """What its last job held of the facility's node-hours, for the journal."""
         stamp, finished = folder.started(folder.attempts() - 1), folder.finished(folder.attempts() - 1)
-        if stamp is not None:
-            held = max(0.0, (finished or self._station.clock.now()) - stamp)
-            self._station.notes.note({"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes})
+        held = max(0.0, (finished or self._station.clock.now()) - stamp) if stamp is not None else 0.0
+        return {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fedqueue.agent.schedulers.base import NAME, OUTPUT
+from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
 from fedqueue.errors import ConfigError, StorageError
-from fedqueue.protocol.reports import Bound, check_metrics
+from fedqueue.protocol.reports import Bound, check_metrics, one_line
 from fedqueue.runs import write_json
 from fedqueue.settings import read
 
 T = TypeVar("T")
+
+WORDS_READ: Final = 8192  # bytes of a job's output
+WORDS_LENGTH: Final = 200
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -112,6 +115,21 @@ class JobFolder:
         """What of it has been lost, of a job whose attempt `started` has begun."""
         wanted = [self.path, self.script, *(self.attempt(number) for number in range(started + 1))]
         return next((path for path in wanted if not path.exists()), None)
+
+    def last_words(self) -> str:
+        """The last line that the job wrote, of all its incarnations; it may be anything."""
+        try:
+            with self.output.open("rb") as file:
+                file.seek(max(0, self.output.stat().st_size - WORDS_READ))
+                return one_line(last_line(file.read().decode("utf-8", "replace")))[:WORDS_LENGTH]
+        except OSError:
+            return ""
+
+    def ends_with(self, home: Path) -> str:
+        """For a reason: where its output is, and how that ends."""
+        words = self.last_words()
+        where = f"its output is in {self.output.relative_to(home)} at the facility"
+        return f"{where} and ends with: {words}" if words else where
 
     def attempts(self) -> int:
         """How many incarnations have begun."""

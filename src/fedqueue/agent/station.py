@@ -20,6 +20,8 @@ from fedqueue.agent.settings import AgentConfig
 from fedqueue.filetime import FileClock
 from fedqueue.protocol.reports import MOST_TROUBLES, REASON_LENGTH, one_line
 
+SCORING_SECONDS: Final = 1800.0
+"""Of wall time, for one model."""
 MOST_DOUBLINGS: Final = 10
 """Of the time between two cancels of one job."""
 
@@ -41,7 +43,6 @@ class Station:
         self.scheduler = scheduler
         self.notes = notes
         self.say = say
-        self.scoring_wall = 0.0  # seconds that a job which scores a model asked for; 0: there is none
         self._troubles: dict[str, tuple[str, float]] = {}  # what, and since when (monotonic)
 
     @property
@@ -64,6 +65,11 @@ class Station:
         """Seconds to ask the scheduler for."""
         return clamp_wall(float(work.order["wall_seconds"]), self.scheduling)
 
+    @property
+    def scoring_wall(self) -> float:
+        """Seconds that a job which scores a model asks for."""
+        return clamp_wall(SCORING_SECONDS, self.scheduling)
+
     def check_cap(self, wall: float) -> None:
         """Raises SubmitRefusedError where the node-hour cap forbids another job; jobs under way count in full."""
         cap = self.settings.node_hours
@@ -73,7 +79,8 @@ class Station:
         ending = [work for work in there if work.settled and not work.unwanted]
         asks, used = wall * self.nodes, self.memory.node_seconds + sum(map(self.held, ending)) * self.nodes
         walls = [self.wall(work) for work in there if work not in ending]
-        held = (sum(walls) + self.scoring_wall) * self.nodes
+        scores = self.memory.scoring is not None and self.memory.scoring.job is not None
+        held = (sum(walls) + (self.scoring_wall if scores else 0.0)) * self.nodes
         if used + held + asks <= 3600 * cap:
             return
         spent = f"{used / 3600:.2f} of {cap:g} node-hours are used"
@@ -117,7 +124,7 @@ class Station:
         if held is None:
             stamp = self.folder(work).started(max(newest, 0))
             held = max(0.0, self.clock.now() - stamp - self.settings.grace_seconds) if stamp is not None else 0.0
-        self.say(f"job {work.sequence} failed: {reason}")
+        self.say(f"{work} failed: {reason}")
         self.notes.note(
             self.notes.report(
                 kind="failed",

@@ -15,7 +15,7 @@ from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import JobStatus, SchedulerUnreachableError
 from fedqueue.agent.station import Station
 from fedqueue.protocol.messages import WALL_TIME
-from fedqueue.protocol.reports import REASON_LENGTH
+from fedqueue.protocol.reports import REASON_LENGTH, one_line
 
 DISAGREE_SECONDS: Final = 60.0
 """A job cannot have waited for longer than since it was submitted, by more than so much; else its own stamp counts."""
@@ -100,6 +100,7 @@ class Watching:
         if work.started == newest == work.attempt and (result := folder.result(newest)) is not None:
             work.missing_since = None
             began, finished = folder.started(newest), folder.finished(newest)
+            self._station.say(f"{work} ended: {result.steps_done} steps in {result.train_seconds:.1f} s")
             self._station.notes.note(
                 self._station.notes.report(
                     kind="ended",
@@ -145,6 +146,7 @@ class Watching:
             reason=reason[:REASON_LENGTH],
             held_seconds=held,
         )
+        self._station.say(f"{work} waits again: {one_line(reason)}")
         counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
         self._station.notes.note({**report, "at": since}, counts)
         del self._taken_back[work.sequence]
@@ -166,6 +168,8 @@ class Watching:
         not_yet = status is not None and status.phase == "running" and status.started_at is None
         if (not asked or not_yet) and folder.result(newest) is None:
             return  # the scheduler's times will come
+        waited = self._admission_delay(work, newest, stamp, status)
+        self._station.say(f"{work} started{' again' if newest > 0 else ''} after {waited:.1f} s in the queue")
         took_work = folder.took_work(newest) if bound is not None else None
         took_work_at = stamp if bound is None or took_work is None else took_work - bound.startup_seconds
         self._station.notes.note(
@@ -173,7 +177,7 @@ class Watching:
                 kind="started",
                 sequence=work.sequence,
                 attempt=newest,
-                admission_delay=self._admission_delay(work, newest, stamp, status),
+                admission_delay=waited,
                 took_work_at=took_work_at,
                 lingered=max(0.0, bound.lingered) if bound is not None else 0.0,
                 bound=vars(bound.bound()) if bound is not None else None,
@@ -188,7 +192,7 @@ class Watching:
             if there is None or waited <= stamp - there + DISAGREE_SECONDS:
                 return max(0.0, waited)
             self._station.say(
-                f"job {work.sequence}: its scheduler says that it waited for {waited:.0f} s, and it was there for "
+                f"{work}: its scheduler says that it waited for {waited:.0f} s, and it was there for "
                 f"{stamp - there:.0f}; that counts"
             )
         eligible = work.requeued_at if attempt > 0 else work.submitted_at
@@ -220,7 +224,7 @@ class Watching:
     def _why_failed(self, folder: JobFolder, status: JobStatus | None) -> str:
         if folder.out_of_time(folder.attempts() - 1):
             return WALL_TIME
-        where = f"its output is in {folder.output.relative_to(self._station.home)} at the facility"
+        where = folder.ends_with(self._station.home)
         if status is None:
             return f"the scheduler no longer knows the job, and it left no result; {where}"
         if status.outcome == "timeout":
@@ -245,11 +249,11 @@ class Watching:
         """A job that handed in has nothing more to do. One that stays, or that its scheduler runs again, is ended."""
         again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
         if again and not work.unwanted:
-            self._station.say(f"{work.name} has handed in and is run again by its scheduler; it is ended")
+            self._station.say(f"{work} has handed in and is run again by its scheduler; it is ended")
             self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
         is_there = status is not None and status.phase != "ended"
         if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
-            self._station.say(f"{work.name} has handed in and did not end; it is ended")
+            self._station.say(f"{work} has handed in and did not end; it is ended")
             self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
         if work.unwanted and (is_there or statuses is None):
             self._station.cancel(work)

@@ -71,9 +71,9 @@ def _list(folder: Path, *, as_json: bool) -> int:
             terminal.seconds(model.ready_at),
             terminal.percent(model.score),
             ", ".join(word for word, other in (("best", best), ("newest", newest)) if model == other),
-            f"{model.file.parent.name}/{model.file.name}",
+            model.digest[:12],  # the whole path is more than 80 columns; `fedqueue models RUN NUMBER` has it
         )
         for model in there
     ]
-    terminal.show_table("", ("model", "made at (s)", "score (%)", "", "file"), shown)
+    terminal.show_table("", ("model", "made at (s)", "score (%)", "", "sha256 begins with"), shown)
     return 0

@@ -54,7 +54,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
 )
-from fedqueue.protocol.reports import Trouble
+from fedqueue.protocol.reports import Trouble, Unscored, one_line
 from fedqueue.protocol.strategies import Strategy
 from fedqueue.protocol.wire import encode, parse
 from fedqueue.runs import rebuild_strategy
@@ -147,6 +147,7 @@ class Coordinator:
         self._open(told=told)
         self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
         self._over_since: float | None = None  # monotonic
+        self._unscorable: set[int] = set()  # models that a facility has tried to score
 
     # Opening and recovery -------------------------------------------------------------------------------
 
@@ -164,6 +165,7 @@ class Coordinator:
             self.strategy: Strategy = rebuild_strategy(reader.meta)
             self.books.models[0] = reader.meta["first_model"]
             self.run_id: str = reader.meta["run"]
+            self._left_as = reader.meta.get("stopped")  # by a coordinator before us
             for name in reader.meta.get("left", []):
                 self.presence[name].left = True
             heartbeat = reader.meta.get("heartbeat") or {"clock": 0.0, "wall": time.time()}
@@ -347,6 +349,9 @@ class Coordinator:
     def _finished(self) -> bool:
         """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
         if self.books.stopped is None or self._scoring or self._at_work:
+            return False
+        at_facility = self.config.evaluation.where in self.names
+        if at_facility and self.wants_score(self.books.newest) and not self.waited_for_score():
             return False
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard  # or since this coordinator started
@@ -589,7 +594,9 @@ class Coordinator:
         books = self.books
         unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
         versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
-        versions |= {version for version in (self.best, self._asked_to_score) if version is not None}
+        # The best also while its file is gone: when somebody puts it back, it stays.
+        best = best_of(books.scores) if self.config.model.keep == "best" else None
+        versions |= {version for version in (best, self.best, self._asked_to_score) if version is not None}
         needed = {books.models[version] for version in versions if version in books.models}
         needed.update(receipt.digest for receipt in books.updates.values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
@@ -635,13 +642,33 @@ class Coordinator:
     def _say_passed_over(self, version: int) -> None:
         """Models older than this one that will get no score any more, each time as many as are new."""
         before = max((other for other in self.books.scored if other < version), default=-1)
-        passed = [other for other in self.books.unscored() if before < other < version]
+        passed = [other for other in self.books.unscored() if before < other < version and self.wants_score(other)]
         if passed:
             which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
-            self.say(f"{which} passed over without a score: scoring takes longer than a round, or failed")
+            where = self.config.evaluation.where
+            why = "scoring takes longer than a round, or failed"
+            if where in self.names:  # which says itself what failed
+                why = f"newer models came before {where} could begin"
+            self.say(f"{which} passed over without a score: {why}")
+
+    def wants_score(self, version: int) -> bool:
+        return version not in self.books.scored and version not in self._unscorable
+
+    def unscorable(self, facility: str, given_up: Sequence[Unscored]) -> None:
+        """The facility that scores models says which it cannot score."""
+        if self.config.evaluation.where != facility:
+            return
+        for found in given_up:
+            if self.wants_score(found.version) and found.version in self.books.models:
+                self._unscorable.add(found.version)
+                self.say(f"model {found.version} gets no score: {one_line(found.reason)}")
 
     def waited_for_score(self) -> bool:
         """Whether a facility that scores models has had its time for the last one."""
+        if self._left_as == self.books.stopped:
+            return True  # who serves a run that is over changes none of its figures
         if self._over_since is None:
             self._over_since = time.monotonic()
+            where, seconds = self.config.evaluation.where, self.config.evaluation.timeout_seconds
+            self.say(f"waits for the score of model {self.books.newest} by {where}, for {seconds:g} s at most")
         return time.monotonic() - self._over_since > self.config.evaluation.timeout_seconds

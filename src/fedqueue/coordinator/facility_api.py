@@ -67,6 +67,7 @@ class FacilityApi:
                     self._take(facility, asked.journal, report)
                     known = report.n
         unknown = coordinator.give_up_all_but(facility, asked.open) if another_journal or asked.newest == known else []
+        coordinator.unscorable(facility, asked.unscored)
         coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
         failpoint("answer.before")
         answer = self._answer(facility, asked, known, unknown)
@@ -153,7 +154,7 @@ class FacilityApi:
     def _evaluation(self, facility: str) -> dict[str, Any] | None:
         """The newest model, if this facility scores models and has not scored it."""
         books = self._coordinator.books
-        if self._coordinator.config.evaluation.where != facility or books.newest in books.scored:
+        if self._coordinator.config.evaluation.where != facility or not self._coordinator.wants_score(books.newest):
             return None
         self._coordinator.asks_for_score(books.newest)
         return {"version": books.newest, "model": self._model(books.newest)}

@@ -146,21 +146,22 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
     stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
     config, folder, books = coordinator.config, coordinator.folder, coordinator.books
     names = {coordinator.best: BEST, books.newest: FINAL}
-    if (folder / SUMMARY).exists():
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    else:
-        summary = coordinator.tally.summary(
-            strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
-        )
-        summary["models"] = {
-            "newest": _described(coordinator, books.newest, folder / FINAL),
-            "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
-        }
-        write_json(folder / SUMMARY, summary)
+    # The models first: if one of them is gone, the next try must not describe it and lay out another.
     for version, name in names.items():
         if version is not None and not (folder / name).exists():
             digest = books.models[version]
             tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
+    if (folder / SUMMARY).exists():
+        found: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return found
+    summary = coordinator.tally.summary(
+        strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
+    )
+    summary["models"] = {
+        "newest": _described(coordinator, books.newest, folder / FINAL),
+        "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
+    }
+    write_json(folder / SUMMARY, summary)
     return summary
 
 

@@ -32,6 +32,7 @@ MOST_TROUBLES: Final = 10  # in one poll
 MOST_ATTEMPTS: Final = 10_000
 MOST_METRICS: Final = 100
 MOST_LEVELS: Final = 100
+MOST_UNSCORED: Final = 100
 SOURCE_LENGTH: Final = 100
 MOST_CUTOFFS: Final = 1_000_000
 """A job that aims further ahead aims at nothing."""
@@ -253,6 +254,18 @@ class Trouble:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unscored:
+    """A model that the facility cannot score, and why; it has tried."""
+
+    version: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "version")
+        _reason(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Poll:
     """What an agent sends."""
 
@@ -267,6 +280,7 @@ class Poll:
     reports: list[Report] = field(default_factory=list)
     leaving: bool = False  # it ends now; another may take its place
     troubles: list[Trouble] = field(default_factory=list)  # protocol 1 does not know of them
+    unscored: list[Unscored] = field(default_factory=list)  # the newest of them
     stuck: bool = False  # it can do nothing at all for now: this is only to say so
 
     def __post_init__(self) -> None:
@@ -280,6 +294,8 @@ class Poll:
         more_than(self, 0, "poll_seconds")
         if self.poll_seconds > MOST_POLL_SECONDS:
             raise ValueError(f"poll_seconds must be {MOST_POLL_SECONDS:g} at most, found {self.poll_seconds:g}")
+        if len(self.unscored) > MOST_UNSCORED:
+            raise ValueError(f"unscored must be {MOST_UNSCORED} at most")
         if len(self.reports) > MOST_REPORTS or len(self.open) > MOST_REPORTS:
             raise ValueError(f"reports must be {MOST_REPORTS} at most in one poll, and open jobs too")
         if len(self.troubles) > MOST_TROUBLES:
