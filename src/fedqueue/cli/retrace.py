@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from collections.abc import Set as Keys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +75,12 @@ def _compare(recording: Recording, played: Played) -> int:
             print(f"  {key[0]} attempt {key[1]}: {_words(fate)} in the run, {_words(fates.get(key))} here")
     if len(same) == len(recording.fates):
         return 0
+    unknown = sorted(_unknown(recording, played, recording.fates.keys() - same))
+    if not unknown:
+        print("nothing is known that is not on record, so this should not be: please report it, with the run's ledger")
+        return 1
     print("what is not on record, and may be why:")
-    for at, kind, what in sorted(_unknown(recording, played)):
+    for at, kind, what in unknown:
         print(f"  {at:.1f} s {kind}: {what}")
     return 1
 
@@ -86,8 +91,15 @@ def _words(fate: tuple[str, int | None] | None) -> str:
     return fate[0] if fate[1] is None else f"{fate[0]} into version {fate[1]}"
 
 
-def _unknown(recording: Recording, played: Played) -> Iterator[tuple[float, str, str]]:
+def _unknown(recording: Recording, played: Played, differ: Keys[tuple[str, int]]) -> Iterator[tuple[float, str, str]]:
     """Time, kind and words for each thing of the run that its ledger does not say."""
+    for update in differ & recording.close.keys():
+        at, cutoff = recording.close[update]
+        side = "before" if at <= cutoff else "after"
+        what = (
+            f"{update[0]} came {1000 * abs(cutoff - at):.0f} ms {side} the cutoff; its parts are not known that exactly"
+        )
+        yield at, "UpdateArrived", what
     for heard in recording.outside:
         event = heard.event
         match event:

@@ -61,6 +61,9 @@ OUTSIDE = (
 """Events that no job and no command brings about."""
 TROUBLES = {SubmitRefused, JobRequeued, JobFailed, UpdateRejected}
 
+CLOSE_SECONDS = 0.5
+"""Between an arrival and a cutoff: which came first may turn out otherwise in virtual time."""
+
 _JOBS = """
 SELECT j.job, j.ordered_at, j.ended_at, j.arrived_at, j.started_at, j.admission_delay,
        (SELECT i.eligible_at FROM incarnations i WHERE i.job = j.job ORDER BY i.attempt LIMIT 1) AS eligible_at,
@@ -132,6 +135,7 @@ class Recording:
     model_seconds: dict[int, float]  # from asking for a version to its being ready
     fates: dict[tuple[str, int], tuple[str, int | None]]  # of each update: fate, and the version it went into
     ordered: dict[JobId, float]  # every job, with the time of its order
+    close: dict[tuple[str, int], tuple[float, float]]  # updates that came close to a cutoff: when, and the cutoff
 
 
 def read_recording(folder: Path) -> Recording:
@@ -181,7 +185,20 @@ def read_recording(folder: Path) -> Recording:
             model_seconds=model_seconds,
             fates=fates,
             ordered={job: row["ordered_at"] for job, row in rows.items()},
+            close=_close(ledger),
         )
+
+
+def _close(ledger: LedgerReader) -> dict[tuple[str, int], tuple[float, float]]:
+    """Durations are measured at several places, so virtual time is right to a part of a second and no better."""
+    fired = ledger.rows("SELECT at FROM events WHERE kind = 'TimerFired' AND body LIKE '%\"cutoff/%'")
+    found = {}
+    for event in ledger.rows("SELECT at, body FROM events WHERE kind = 'UpdateArrived'"):
+        receipt, at = json.loads(event["body"])["receipt"], event["at"]
+        nearest = min((row["at"] for row in fired), key=lambda cutoff: abs(cutoff - at), default=None)
+        if nearest is not None and abs(nearest - at) <= CLOSE_SECONDS:
+            found[receipt["job_id"], receipt["attempt"]] = at, nearest
+    return found
 
 
 def _job_of(event: Event) -> JobId:
