@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedqueue.cli import main
-from fedqueue.messages import ModelReady, RunPaused, RunResumed
+from fedqueue.messages import ModelReady, RunPaused, RunResumed, UpdateArrived
 from fedqueue.runtime.transport import CoordinatorRefusedError, CoordinatorUnreachableError, update_path
 from tests.coordinators import Served, serving, update
 from tests.faults.facts import check, ended_with
@@ -257,6 +258,42 @@ def test_the_summary_never_describes_another_best_model_than_is_laid_out(
     laid_out = hashlib.sha256(Path(described["file"]).read_bytes()).hexdigest()
     assert (described["version"], described["score"]) == (1, 0.6)
     assert [laid_out] == [event.digest for event in Story(served.folder).events(ModelReady)]
+
+
+@pytest.mark.parametrize("way", ["deleted", "with its log", "an older one instead"])
+def test_a_ledger_that_is_taken_away_is_put_back(tmp_path: Path, way: str) -> None:
+    with a_round_but_for_one_update(tmp_path) as (served, _, _, hand_in):
+        ledger = served.folder / "ledger.sqlite"
+        if way == "an older one instead":
+            shutil.copy(ledger, tmp_path / "older")
+            (tmp_path / "older").replace(ledger)
+        else:
+            for path in served.folder.glob("ledger.sqlite*") if way == "with its log" else [ledger]:
+                path.unlink()
+        wait_for(lambda: "nothing is lost" in served.said(), 30.0, "it is put back", served.said)
+        assert len(Story(served.folder).events(UpdateArrived)) == 1
+        restart(served)
+        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        story = until_it_is_over(served)
+    assert story.versions == [1]
+    assert [fate for _, fate in story.fates] == ["aggregated", "aggregated"]
+
+
+@pytest.mark.parametrize("file", ["ledger.sqlite", "config.json"])
+def test_a_run_is_not_begun_anew_in_its_folder_when_a_file_of_it_is_gone_or_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    with a_round_but_for_one_update(tmp_path) as (served, _, _, hand_in):
+        served.stop()
+        with moved_away(served.folder / file) if file == "ledger.sqlite" else other_bytes(served.folder / file):
+            assert main(["serve", str(served.folder)]) == 5
+            (line,) = capsys.readouterr().err.splitlines()
+            assert file in line
+            assert "put" in line
+            assert "back" in line
+        restart(served)
+        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        assert until_it_is_over(served).versions == [1]
 
 
 def test_too_many_open_files_are_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
