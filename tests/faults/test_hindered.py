@@ -260,6 +260,18 @@ def test_the_summary_never_describes_another_best_model_than_is_laid_out(
     assert [laid_out] == [event.digest for event in Story(served.folder).events(ModelReady)]
 
 
+@pytest.mark.parametrize("verdict", ["accepted", "rejected"])
+def test_folders_that_hold_nothing_on_record_are_made_again(tmp_path: Path, verdict: str) -> None:
+    with serving(tmp_path, PAIR, rounds=1, **FEDAVG) as served:
+        for name in PAIR:
+            served.facility(name).poll()
+        order = served.facility("north").running()
+        for name in ("uploads", "refused"):
+            (served.folder / name).rmdir()
+        content = update(tmp_path, 0.5 if verdict == "accepted" else float("nan"))
+        assert served.facility("north").hand_in(order, content)["status"] == verdict
+
+
 @pytest.mark.parametrize("way", ["deleted", "with its log", "an older one instead"])
 def test_a_ledger_that_is_taken_away_is_put_back(tmp_path: Path, way: str) -> None:
     with a_round_but_for_one_update(tmp_path) as (served, _, _, hand_in):
