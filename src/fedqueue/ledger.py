@@ -7,6 +7,7 @@ Tables: `meta` (config, plan, code version), `events`, `commands`. Views over th
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedqueue import __version__
-from fedqueue.errors import RunFolderError, StorageError
+from fedqueue.errors import RunFolderError, StorageError, what_to_do
 from fedqueue.protocol.messages import Command, Event
 from fedqueue.protocol.wire import encode, encode_value, parse
 from fedqueue.schema import SCHEMA
@@ -65,6 +66,36 @@ class Ledger:
         except sqlite3.Error as error:
             self._db.close()
             raise storage_error(path, error) from None
+        self._place = _place(path)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file that is written to is still the one in the run's folder: somebody may have deleted it, moved
+        it, or put another there, and to write on would be to write for nobody."""
+        return _place(self._path) == self._place
+
+    def put_back(self) -> None:
+        """All that is on record, back to its place; what lies there now is set aside."""
+        copy = self._path.with_name(f"{self._path.name}.part")
+        try:
+            copy.unlink(missing_ok=True)
+            self._db.execute("VACUUM INTO ?", (str(copy),))
+            with copy.open("rb") as file:
+                os.fsync(file.fileno())
+            if self._path.exists():
+                self._path.replace(self._path.with_name(f"{self._path.name}.aside"))
+            self._db.close()
+            for left in ("-wal", "-shm"):  # they belong to the file that is gone
+                self._path.with_name(self._path.name + left).unlink(missing_ok=True)
+            copy.replace(self._path)
+            self._db = sqlite3.connect(self._path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+        except sqlite3.Error as error:
+            raise storage_error(self._path, error, "put back") from None
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be put back: {error.strerror}; {what_to_do(error)}") from None
+        self._place = _place(self._path)
 
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
         seq = self._seq
@@ -197,6 +228,15 @@ class LedgerReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    """Which file lies there; None: none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _job_of(message: Any) -> str | None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,28 @@ def test_a_full_disk_at_a_facility_is_waited_for(tmp_path: Path) -> None:
         story = check(run, rounds=8)
         assert len(updates(story, "north")) > before, run.tails()
         ended_with(run)
+
+
+@pytest.mark.parametrize("way", ["removed", "a file instead"])
+def test_a_facilitys_folder_of_models_is_made_again_or_missed_once(tmp_path: Path, way: str) -> None:
+    tree = tree_of("fedasync", rounds=8, port=free_port(), options={"steps": 5}, failures={"max_attempts": 50})
+    with Run(tmp_path, tree) as run:
+        run.start()
+        run.run_until(lambda: run.happened(JobStarted, "north/0"), "the first job at north")
+        models = run.home("north") / "models"
+        if way == "removed":
+            models.rename(tmp_path / "removed")
+        else:
+            for attempt in count():  # its agent, which lives, may make it again before we are there
+                models.rename(tmp_path / f"removed-{attempt}")
+                with suppress(FileExistsError):
+                    models.touch(exist_ok=False)
+                    break
+            run.run_until(lambda: "Not a directory" in run.log("north"), "it is missed")
+            time.sleep(0.5)
+            models.unlink()
+        run.run_to_end(90.0)
+        story = check(run, rounds=8)
+        assert updates(story, "north"), run.tails()
+        assert "make room" not in run.log("north")
+        assert run.log("north").count("disk: well again") == (way != "removed"), run.log("north")

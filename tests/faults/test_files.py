@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from tests.faults.harness import (
 
 
 def kinds(home: Path) -> list[str]:
-    journal = Journal(home)
-    found = [entry["kind"] for entry in journal.lines()]
-    journal.close()
-    return found
+    with closing(Journal(home)) as journal:
+        return [entry["kind"] for entry in journal.lines()]
 
 
 @pytest.mark.parametrize("lost", [1, 20, 60])
@@ -33,6 +32,15 @@ def test_journal_entries_that_belong_together_are_kept_or_lost_together(tmp_path
     path = tmp_path / JOURNAL
     os.truncate(path, path.stat().st_size - lost)  # as a crash leaves it
     assert kinds(tmp_path) == ["journal", "alone"]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"kind":"settled","sequence":3}\n', b"\xff\xfe\n"])
+def test_a_journal_without_its_beginning_is_named_with_what_to_do(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / JOURNAL).write_bytes(left)
+    with pytest.raises(StorageError, match=r"journal.jsonl: .*; put back the one that was there, or move it away"):
+        kinds(tmp_path)
+    (tmp_path / JOURNAL).unlink()
+    assert kinds(tmp_path) == ["journal"]
 
 
 def test_a_journal_that_cannot_be_made_short_stays_and_goes_on(tmp_path: Path) -> None:

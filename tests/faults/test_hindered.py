@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import time
@@ -18,7 +19,7 @@ import pytest
 
 from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError, update_path
 from fedqueue.cli import main
-from fedqueue.protocol.messages import ModelReady, RunPaused, RunResumed
+from fedqueue.protocol.messages import ModelReady, RunPaused, RunResumed, UpdateArrived
 from tests.coordinators import Served, serving, update
 from tests.faults.facts import check, ended_with
 from tests.faults.harness import COORDINATOR, Run, free_port, tree_of
@@ -257,6 +258,54 @@ def test_the_summary_never_describes_another_best_model_than_is_laid_out(
     laid_out = hashlib.sha256(Path(described["file"]).read_bytes()).hexdigest()
     assert (described["version"], described["score"]) == (1, 0.6)
     assert [laid_out] == [event.digest for event in Story(served.folder).events(ModelReady)]
+
+
+@pytest.mark.parametrize("verdict", ["accepted", "rejected"])
+def test_folders_that_hold_nothing_on_record_are_made_again(tmp_path: Path, verdict: str) -> None:
+    with serving(tmp_path, PAIR, rounds=1, **FEDAVG) as served:
+        for name in PAIR:
+            served.facility(name).poll()
+        order = served.facility("north").running()
+        for name in ("uploads", "refused"):
+            (served.folder / name).rmdir()
+        content = update(tmp_path, 0.5 if verdict == "accepted" else float("nan"))
+        assert served.facility("north").hand_in(order, content)["status"] == verdict
+
+
+@pytest.mark.parametrize("way", ["deleted", "with its log", "an older one instead"])
+def test_a_ledger_that_is_taken_away_is_put_back(tmp_path: Path, way: str) -> None:
+    with a_round_but_for_one_update(tmp_path) as (served, _, _, hand_in):
+        ledger = served.folder / "ledger.sqlite"
+        if way == "an older one instead":
+            shutil.copy(ledger, tmp_path / "older")
+            (tmp_path / "older").replace(ledger)
+        else:
+            for path in served.folder.glob("ledger.sqlite*") if way == "with its log" else [ledger]:
+                path.unlink()
+        wait_for(lambda: "nothing is lost" in served.said(), 30.0, "it is put back", served.said)
+        assert len(Story(served.folder).events(UpdateArrived)) == 1
+        restart(served)
+        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        story = until_it_is_over(served)
+    assert story.versions == [1]
+    assert [fate for _, fate in story.fates] == ["aggregated", "aggregated"]
+
+
+@pytest.mark.parametrize("file", ["ledger.sqlite", "config.json"])
+def test_a_run_is_not_begun_anew_in_its_folder_when_a_file_of_it_is_gone_or_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    with a_round_but_for_one_update(tmp_path) as (served, _, _, hand_in):
+        served.stop()
+        with moved_away(served.folder / file) if file == "ledger.sqlite" else other_bytes(served.folder / file):
+            assert main(["serve", str(served.folder)]) == 5
+            (line,) = capsys.readouterr().err.splitlines()
+            assert file in line
+            assert "put" in line
+            assert "back" in line
+        restart(served)
+        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        assert until_it_is_over(served).versions == [1]
 
 
 def test_too_many_open_files_are_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

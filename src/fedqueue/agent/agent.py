@@ -105,7 +105,8 @@ class Agent:
             self._station.trouble("disk", str(error))
             self._say_stuck()
         else:
-            self._station.fine("disk")
+            if not self._model_cache.no_place:  # else it is tried again, and may not be said to be well
+                self._station.fine("disk")
 
     def _say_stuck(self) -> None:
         """Nothing can be done for now; whoever asks the coordinator why should find out."""

@@ -56,10 +56,9 @@ class Journal:
                 try:
                     found = json.loads(line)
                 except ValueError:
-                    raise StorageError(
-                        f"{self._path}: line {number} is damaged; mend the file system, or enrol this facility anew "
-                        "with another home (its jobs will be given up)"
-                    ) from None
+                    raise self._damaged(f"line {number} is damaged") from None
+                if number == 1 and not (isinstance(found, dict) and found.get("kind") in ("journal", "memory")):
+                    raise self._damaged("its beginning is gone")
                 yield from found if isinstance(found, list) else [found]
                 self.count = number
 
@@ -112,13 +111,19 @@ class Journal:
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             if size == 0:
-                raise StorageError(f"{self._path}: is empty; enrol this facility anew with another home")
+                raise self._damaged("is empty")
             file.seek(max(0, size - (1 << 20)))
             tail = file.read()
             whole = tail.rfind(b"\n") + 1
             if whole < len(tail):
                 file.truncate(size - len(tail) + whole)
                 os.fsync(file.fileno())
+
+    def _damaged(self, how: str) -> StorageError:
+        return StorageError(
+            f"{self._path}: {how}; put back the one that was there, or move it away: the agent then begins anew, and "
+            "the jobs it had are given up"
+        )
 
     def _trouble(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}; make room; nothing was lost")

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ class ModelCache:
         self._client = client
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._fetching: dict[Path, Future[str]] = {}
+        self.no_place = False  # the model that was fetched last could not be written
 
     def close(self) -> None:
         self._fetcher.shutdown(wait=True, cancel_futures=True)
@@ -109,16 +111,20 @@ class ModelCache:
             error = future.exception()
             if error is not None and not isinstance(error, FedQueueError):
                 raise error
+            self.no_place = isinstance(error, StorageError)
             if isinstance(error, StorageError):
                 raise error
             if error is not None:
                 self._trouble("model", f"model {model['version']} cannot be fetched now: {error}")
         if path.exists():
             return True
-        self._fetching[path] = self._fetcher.submit(
-            self._client.download, int(model["version"]), path, str(model["sha256"])
-        )
+        self._fetching[path] = self._fetcher.submit(self._download, model, path)
         return False
+
+    def _download(self, model: Mapping[str, Any], path: Path) -> str:
+        with suppress(OSError):  # what cannot be written says why below
+            self._models.mkdir(exist_ok=True)  # it may have been tidied away
+        return self._client.download(int(model["version"]), path, str(model["sha256"]))
 
 
 def _lies_there(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import StorageError
+from fedqueue.errors import StorageError, what_to_do
 
 PIECE_BYTES: Final = 64 << 10
 """So few that they are still in the processor's cache when they are hashed and written. Larger pieces, and a thread
@@ -66,4 +66,4 @@ class Part:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self._path}: cannot be written: {error.strerror}; make room, then again") from None
+            raise StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None

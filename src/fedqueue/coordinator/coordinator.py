@@ -140,7 +140,7 @@ class Coordinator:
         self._at_work = False  # the maker is
         self._patience = Patience()  # with what hinders the run
         self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
-        self._said = ""  # of this, when the run is over
+        self._said = ""  # of this when the run is over, or of the ledger
         self._scoring: set[int] = set()
         self._score_again: set[int] = set()  # of these, those whose files are waited for
         self._asked_to_score: int | None = None  # at a facility
@@ -233,6 +233,7 @@ class Coordinator:
         self._scorer.close()
         self._maker.shutdown(wait=True, cancel_futures=True)
         self._send_away()
+        self._look_after_ledger()
         if self.books.stopped is not None:
             self._ledger.seal()
         else:
@@ -294,6 +295,7 @@ class Coordinator:
             self._beat = time.monotonic()
             self._ledger.note("heartbeat", {"clock": self.clock.now(), "wall": time.time()})
             failpoint("heartbeat.noted")
+            self._look_after_ledger()
             self._look_around()
 
     def _fire_timers(self) -> None:
@@ -334,6 +336,18 @@ class Coordinator:
         if late > HEARTBEAT_SECONDS:
             for presence in self.presence.values():
                 presence.heard = min(presence.heard + late, time.monotonic())
+
+    def _look_after_ledger(self) -> None:
+        if self._ledger.is_in_place:
+            return
+        try:
+            self._ledger.put_back()
+            why = f"{FILE} was gone from the run's folder, or another was there; it is back, and nothing is lost"
+        except StorageError as error:  # what we hold is all there is: hold on to it
+            why = f"{error}; it is tried again by itself; until then do not end this process"
+        if why != self._said:
+            self.say(why)
+        self._said = why
 
     def _look_around(self) -> None:
         """Who is away? Facilities do not say goodbye."""

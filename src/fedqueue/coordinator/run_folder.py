@@ -38,9 +38,12 @@ def store_config(folder: Path, tree: dict[str, Any], config_folder: Path) -> Non
 def stored_config(folder: Path) -> Config:
     try:
         stored = json.loads((folder / STORED).read_text(encoding="utf-8"))
+        tree, beside = dict(stored["tree"]), Path(stored["folder"])
     except FileNotFoundError:
         raise RunFolderError(f"{folder}: is not the folder of a real run: it has no {STORED}") from None
-    return parse(stored["tree"], where=str(folder / STORED), folder=Path(stored["folder"]))
+    except (ValueError, KeyError, TypeError):
+        raise RunFolderError(f"{folder / STORED}: is damaged; put back the one that was there") from None
+    return parse(tree, where=str(folder / STORED), folder=beside)
 
 
 def store_task(config: Config, folder: Path) -> None:
@@ -59,10 +62,16 @@ def store_task(config: Config, folder: Path) -> None:
 
 def ensure_ledger(config: Config, folder: Path) -> None:
     """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
+    from fedqueue.coordinator.server import ADDRESS  # needs an extra, of which `stored_config` must be able to tell
+
     store_task(config, folder)
     if has_ledger(folder):
         return
     path = folder / FILE
+    if (folder / ADDRESS).exists():  # it was served: what is in the folder belongs to a ledger
+        raise RunFolderError(
+            f"{folder}: its ledger is gone; put {FILE} back (and {FILE}-wal, if there was one), or begin another run"
+        )
     for left in (path, *folder.glob(f"{FILE}-*")):
         left.unlink(missing_ok=True)
     digest, sizes = _first(config, folder)

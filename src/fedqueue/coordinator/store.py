@@ -69,6 +69,7 @@ class Store:
         return self._objects / f".{name}.part"
 
     def upload(self, facility: str, sequence: int, attempt: int, digest: str) -> Path:
+        self._uploads.mkdir(exist_ok=True)  # it may have been tidied away; nothing that is on record lies in it
         # No name of a facility has an @, so no one's files look like another's.
         return self._uploads / f"{facility}@{sequence}-{attempt}-{digest}.part"
 
@@ -86,6 +87,7 @@ class Store:
     def refuse(self, upload: Path) -> None:
         """Keep an update that cannot be used aside, for whoever wants to know why; one of each name, the newest of each
         facility."""
+        self._refused.mkdir(exist_ok=True)
         upload.replace(self._refused / upload.name.removesuffix(".part"))
         facility = upload.name.partition("@")[0]
         kept = sorted(self._refused.glob(f"{facility}@*"), key=lambda path: path.stat().st_mtime_ns)
