@@ -46,7 +46,7 @@ def test_a_journal_without_its_beginning_is_named_with_what_to_do(tmp_path: Path
 def test_a_journal_that_cannot_be_made_short_stays_and_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     (tmp_path / f"{JOURNAL}.part").mkdir()
-    with pytest.raises(StorageError, match="make room"):
+    with pytest.raises(StorageError, match="a folder is in its place"):
         journal.rewrite([{"kind": "memory"}])
     journal.append({"kind": "after"})
     journal.close()

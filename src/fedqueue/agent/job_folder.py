@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.errors import ConfigError, StorageError, what_to_do
 from fedqueue.protocol.reports import Bound, check_metrics, one_line
 from fedqueue.runs import write_json
 from fedqueue.settings import read
@@ -91,7 +91,7 @@ class JobFolder:
             self.script.write_text(script, encoding="utf-8")
             self.script.chmod(0o700)
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot be written: {error.strerror}; make room") from None
+            raise StorageError(f"{self.path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
     def name(self) -> str | None:
         """Of the job at the scheduler, as far as it says."""

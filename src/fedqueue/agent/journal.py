@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.errors import FedQueueError, StorageError
+from fedqueue.errors import FedQueueError, StorageError, what_to_do
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
 from fedqueue.filetime import FileClock
@@ -126,7 +126,7 @@ class Journal:
         )
 
     def _trouble(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._path}: cannot be written: {error.strerror}; make room; nothing was lost")
+        return StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}; nothing was lost")
 
 
 def _line(content: Any) -> bytes:
@@ -181,7 +181,7 @@ class Lease:
             beside.write_text(json.dumps(lease))
             beside.replace(self._path)
         except OSError as error:
-            raise StorageError(f"{self._path}: cannot be written: {error.strerror}; make room") from None
+            raise StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
         failpoint("lease.written")
 
     def _read(self) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import StorageError
+from fedqueue.errors import StorageError, what_to_do
 
 WORKER_FILES: Final = (
     "__init__.py",
@@ -50,7 +50,9 @@ def stage_worker(home: Path, package: Path = PACKAGE) -> Path:
             _write_tree(worker / version, contents)
         _point(worker / "fedqueue", version)
     except OSError as error:
-        raise StorageError(f"{worker}: cannot stage the worker: {error}; make room or change `home`") from error
+        raise StorageError(
+            f"{worker}: cannot stage the worker: {error.strerror}; {what_to_do(error)}, or change `home`"
+        ) from error
     return worker
 
 

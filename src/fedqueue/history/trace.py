@@ -15,7 +15,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import DataError, StorageError
+from fedqueue.errors import DataError, StorageError, what_to_do
 from fedqueue.history.joblog import JobLog
 from fedqueue.history.lines import MOST_SECONDS, NO_PROCS, Format, Job, Options, Tally, number
 
@@ -93,7 +93,9 @@ def write_trace(path: Path, epoch: float | None, rows: Iterable[Job]) -> None:
                 out.write(",".join(map(cell, row)) + "\n")
         beside.replace(path)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then try again") from None
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
+        ) from None
     finally:
         with suppress(OSError):
             beside.unlink()

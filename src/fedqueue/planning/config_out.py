@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedqueue.config import parse
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.errors import ConfigError, StorageError, what_to_do
 from fedqueue.history.joblog import JobLog
 from fedqueue.history.ledgers import ledger_of
 from fedqueue.history.trace import write_log
@@ -44,7 +44,9 @@ def write_config(advice: Advice, tree: Mapping[str, Any], path: Path) -> Path:
         with path.open("x", encoding="utf-8") as out:
             out.write(text)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then try again") from None
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
+        ) from None
     return path
 
 

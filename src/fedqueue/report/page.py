@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.errors import ConfigError, StorageError, what_to_do
 from fedqueue.report.data import Curve, Run, read_run
 from fedqueue.report.html import html, page, paragraph, picture
 from fedqueue.report.plots import comparison_figure, run_figures
@@ -135,4 +135,6 @@ def _write(path: Path, text: str) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then try again") from None
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
+        ) from None

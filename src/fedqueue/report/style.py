@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.errors import ConfigError, StorageError, what_to_do
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,7 +146,9 @@ def save_png(figure: Figure, path: Path) -> Path:
         with styled():
             figure.savefig(path, format="png", dpi=DOTS, facecolor=PAPER)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; make room, then try again") from None
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
+        ) from None
     return path
 
 
