@@ -88,7 +88,8 @@ FROM jobs j ORDER BY j.ordered_at
 class JobRecord:
     """What was measured about one job, in seconds."""
 
-    submit: float  # from our order to its being eligible; or from our hearing of the end of the job it was chained to
+    submit: float  # from our order to its being eligible, by its scheduler, whose clock may count whole seconds: it can
+    # be less than 0; or from our hearing of the end of the job it was chained to
     delay: float  # q
     bound: Assignment | None  # what it took from the standing work; None: its work was assigned
     lingered: float
@@ -230,13 +231,12 @@ def _undisturbed(courses: Mapping[JobId, Course], outside: Sequence[Heard]) -> s
 def _record(row: Any, rows: dict[str, Any]) -> JobRecord:
     eligible_from = row["ordered_at"]
     before = rows.get(row["after"]) if row["after"] is not None else None
-    chained = before is not None and before["ended_at"] is not None
-    if before is not None and chained:
+    if before is not None and before["ended_at"] is not None:
         eligible_from = max(eligible_from, before["ended_at"])
     took_work_at = row["started_at"] + row["lingered"]
     trained = row["train_seconds"] is not None and row["train_seconds"] > 0
     return JobRecord(
-        submit=row["eligible_at"] - eligible_from if chained else max(0.0, row["eligible_at"] - eligible_from),
+        submit=row["eligible_at"] - eligible_from,
         delay=row["admission_delay"],
         bound=Assignment(**json.loads(row["bound"])) if row["bound"] is not None else None,
         lingered=row["lingered"],

@@ -183,11 +183,13 @@ class Simulation:
         if seconds > 0:
             self._at(self._now + seconds, JOBS, self._become_eligible, site, job)
         else:
-            self._become_eligible(site, job)
+            self._become_eligible(site, job, early=-seconds)
 
-    def _become_eligible(self, site: Site, job: SimJob) -> None:
-        job.eligible_at = self._now
-        self._at(self._now + site.wait(job, self._now), JOBS, self._start, site, job, job.attempt)
+    def _become_eligible(self, site: Site, job: SimJob, early: float = 0.0) -> None:
+        """`early`: so long before now by a recorded scheduler's clock, which may count in whole seconds."""
+        job.eligible_at = self._now - early
+        starts_at = max(self._now, job.eligible_at + site.wait(job, self._now))
+        self._at(starts_at, JOBS, self._start, site, job, job.attempt)
 
     def _start(self, site: Site, job: SimJob, attempt: int) -> None:
         if job.state != "waiting" or job.attempt != attempt or job.eligible_at is None:
