@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedqueue.protocol.contract import JobId
 from fedqueue.protocol.messages import (
     AssignWork,
     Command,
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     ModelReady,

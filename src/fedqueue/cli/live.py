@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fedqueue.cli.terminal import console
 from fedqueue.config import Config
+from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import (
     Command,
     CoordinatorResumed,
@@ -40,7 +41,6 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
 )
 
 REFRESH_SECONDS = 0.25

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fedqueue.models import finite
+from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, facility_of, sequence_of
 from fedqueue.protocol.messages import (
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -24,29 +24,23 @@ from fedqueue.protocol.messages import (
     FacilityLeft,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Order,
     PostWork,
-    Receipt,
     Record,
     RunPaused,
     RunResumed,
     RunStarted,
     SetTimer,
-    Standing,
     StopRun,
     SubmitJob,
     SubmitRefused,
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    sequence_of,
 )
 
 UpdateKey = tuple[JobId, int]

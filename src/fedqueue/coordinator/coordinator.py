@@ -30,6 +30,8 @@ from fedqueue.failpoints import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.models import best_of
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.contract import one_line
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -53,10 +55,10 @@ from fedqueue.protocol.messages import (
     SubmitJob,
     TimerFired,
     UpdateArrived,
+    parse,
 )
-from fedqueue.protocol.reports import Trouble, Unscored, one_line
+from fedqueue.protocol.reports import Trouble, Unscored
 from fedqueue.protocol.strategies import Strategy
-from fedqueue.protocol.wire import encode, parse
 from fedqueue.runs import rebuild_strategy
 
 T = TypeVar("T")

@@ -23,10 +23,9 @@ from typing import Any, ClassVar, Literal
 
 from fedqueue.protocol.admit import Update
 from fedqueue.protocol.budget import wall_request
+from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, facility_of, job_id
 from fedqueue.protocol.messages import (
-    WALL_TIME,
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -39,13 +38,11 @@ from fedqueue.protocol.messages import (
     ForecastIssued,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Order,
     Record,
     RecordKind,
     Rule,
@@ -62,8 +59,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    job_id,
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.predict import Forecast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedqueue.protocol.messages import Assignment, JobId, Order, Standing
+from fedqueue.protocol.contract import Assignment, JobId, Order, Standing
 from fedqueue.protocol.plan import FacilityProfile
 from fedqueue.protocol.predict import Forecast, Predictor, make_predictor
 
