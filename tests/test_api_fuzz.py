@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
-from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.agent.http_transport import HttpRefusedError
+from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator.coordinator import Refused
 from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS
 from fedqueue.coordinator.limits import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
@@ -24,20 +25,12 @@ from fedqueue.coordinator.openapi import openapi
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.protocol import reports
-from fedqueue.protocol.messages import (
-    JobId,
-    ModelReady,
-    Receipt,
-    RunStarted,
-    TimerFired,
-    UpdateArrived,
-    job_id,
-)
+from fedqueue.protocol.codec import encode, read
+from fedqueue.protocol.contract import JobId, Receipt, job_id, sequence_of
+from fedqueue.protocol.messages import ModelReady, RunStarted, TimerFired, UpdateArrived
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.state import Outcomes, RunState
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.protocol.wire import encode
-from fedqueue.settings import read
 from tests.conftest import STRATEGY_NAMES
 from tests.coordinators import Facility, Raw, Served, ended, failed, refusal, request, serving, started
 
@@ -339,7 +332,7 @@ def evil(served: Served) -> Facility:
 def _says(act: Callable[[], object]) -> int:
     try:
         act()
-    except CoordinatorRefusedError as error:
+    except HttpRefusedError as error:
         return error.status
     return 200
 
@@ -369,7 +362,7 @@ _BOUND = {"standing": 1, "cutoff_index": 0, "base_version": 0, "steps": 10, "lea
         ({"kind": "scored", "version": 0, "metrics": {f"m{i}": 1.0 for i in range(101)}}, 422),
         ({"kind": "scored", "version": 0, "metrics": {"\x1b[2J": 1.0, "score": 1.0}}, 422),
         ({"kind": "stopped"}, 422),
-        ({"kind": ["scored"]}, 400),
+        ({"kind": ["scored"]}, 422),
         ({"kind": None}, 422),
     ],
 )
@@ -408,14 +401,14 @@ def test_reports_that_leave_some_out_are_refused_with_the_number_to_begin_with(e
 
 def test_a_poll_that_comes_twice_counts_once(served: Served, evil: Facility) -> None:
     order = evil.order()
-    again = [{"n": evil.n, "kind": "submitted", "sequence": order["sequence"]}]
+    again = [{"n": evil.n, "kind": "submitted", "sequence": order.sequence}]
     assert [evil.poll(reports=again)["received"] for _ in range(3)] == [evil.n] * 3
     assert len(_told(served, evil)) == 1
 
 
 def test_what_a_facility_says_is_one_printable_line_in_the_ledger(served: Served, evil: Facility) -> None:
     order = evil.order()
-    evil.poll(failed(order["sequence"], reason="it fell\n\x1b[2J\u202edown"))
+    evil.poll(failed(order.sequence, reason="it fell\n\x1b[2J\u202edown"))
     assert [event["reason"] for event in _told(served, evil)] == ["it fell ?[2J?down"]
 
 
@@ -475,7 +468,7 @@ def test_no_order_of_absurd_reports_harms_the_run(served: Served) -> None:
     def say(told: list[tuple[dict[str, Any], bool]]) -> None:
         served.operator().call("POST", "/v1/facilities/south/join")
         orders = south.poll()["orders"]
-        newest = max((order["sequence"] for order in orders), default=3)
+        newest = max((sequence_of(order["job_id"]) for order in orders), default=3)
         for said, hands_in in told:
             sequence = max(0, newest - said["sequence"])
             assert _says(partial(south.poll, {**said, "sequence": sequence})) in (200, 422)
@@ -589,7 +582,7 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
 def test_a_flood_of_reports_is_told_to_come_later(served: Served) -> None:
     facility = served.facility("south-1")
     order = facility.order()
-    many = [{"kind": "submitted", "sequence": order["sequence"]}] * 700
+    many = [{"kind": "submitted", "sequence": order.sequence}] * 700
 
     def flood() -> None:
         for _ in range(5):
@@ -619,7 +612,7 @@ def test_one_facility_cannot_hold_more_than_its_share_of_requests(served: Served
     held = [Raw(served) for _ in range(MOST_AT_ONCE)]
     try:
         for number, raw in enumerate(held):
-            path = f"/v1/updates/{order['sequence']}/0/{number:064x}?offset=0&bytes=100"
+            path = f"/v1/updates/{order.sequence}/0/{number:064x}?offset=0&bytes=100"
             raw.send(request("PUT", path, credential=credential, headers=["Content-Length: 100"]))
         with Raw(served) as probe:
             status = 0

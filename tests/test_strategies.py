@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedqueue.config import Config, FacilitySettings, parse
 from fedqueue.metrics import Tally
 from fedqueue.protocol.budget import RULES
+from fedqueue.protocol.contract import Receipt, facility_of
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -32,7 +33,6 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
-    Receipt,
     Record,
     RunPaused,
     RunResumed,
@@ -42,7 +42,6 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
 )
 from fedqueue.protocol.predict import PREDICTORS
 from fedqueue.sim.learning import TimingOnly

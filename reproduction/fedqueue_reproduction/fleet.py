@@ -22,7 +22,8 @@ from torch import Tensor
 from fedqueue.aggregate import Contribution, aggregate, roles_of
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.messages import Aggregate, Assignment
+from fedqueue.protocol.contract import Assignment
+from fedqueue.protocol.messages import Aggregate
 from fedqueue.protocol.roles import buffer_roles, must_match
 from fedqueue.sim.learning import Key, Learning, luck_of
 from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes

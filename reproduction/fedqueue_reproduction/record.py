@@ -17,7 +17,8 @@ from typing import Any, Final
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.metrics import Tally, target_key
-from fedqueue.protocol.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
+from fedqueue.protocol.contract import JobId, Order
+from fedqueue.protocol.messages import Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
 from fedqueue.protocol.predict.base import quantile_of
 from fedqueue.protocol.state import RunState
 from fedqueue.runs import rounded

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from fedqueue.config import Config
+from fedqueue.protocol.contract import JobId
 from fedqueue.protocol.messages import (
     AssignWork,
     Command,
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     ModelScored,
     PostWork,

@@ -16,9 +16,9 @@ from fedqueue import __version__
 from fedqueue.config import Config, import_modules
 from fedqueue.errors import ReplayError, RunFolderError, StorageError, what_to_do
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.codec import body, encode
 from fedqueue.protocol.plan import FacilityProfile, FailurePolicy, Plan
 from fedqueue.protocol.strategies import STRATEGIES, Strategy
-from fedqueue.protocol.wire import encode
 
 SUMMARY: Final = "summary.json"
 
@@ -67,7 +67,7 @@ def write_json(path: Path, content: Any) -> None:
     beside = path.with_name(path.name + ".part")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
+            json.dump(content, file, indent=2, default=body)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

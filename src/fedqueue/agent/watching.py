@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from fedqueue.agent.agent_state import Work
+from fedqueue.agent.agent_state import Closed, Marked, Work
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import JobStatus, SchedulerUnreachableError
 from fedqueue.agent.station import Station
-from fedqueue.protocol.messages import WALL_TIME
-from fedqueue.protocol.reports import REASON_LENGTH, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, WALL_TIME, one_line
+from fedqueue.protocol.reports import Ended, Requeued, Started
 
 DISAGREE_SECONDS: Final = 60.0
 """A job cannot have waited for longer than since it was submitted, by more than so much; else its own stamp counts."""
@@ -103,7 +104,7 @@ class Watching:
             self._station.say(f"{work} ended: {result.steps_done} steps in {result.train_seconds:.1f} s")
             self._station.notes.note(
                 self._station.notes.report(
-                    kind="ended",
+                    Ended,
                     sequence=work.sequence,
                     attempt=newest,
                     steps_done=result.steps_done,
@@ -140,15 +141,14 @@ class Watching:
         held = self._held_until_requeue(work, folder, newest, since)
         reason = (status.reason if status is not None else "") or "taken back into the queue"
         report = self._station.notes.report(
-            kind="requeued",
+            Requeued,
             sequence=work.sequence,
             attempt=max(newest, work.attempt + 1),
             reason=reason[:REASON_LENGTH],
             held_seconds=held,
         )
         self._station.say(f"{work} waits again: {one_line(reason)}")
-        counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
-        self._station.notes.note({**report, "at": since}, counts)
+        self._station.notes.note(replace(report, at=since), Closed(node_seconds=held * self._station.nodes))
         del self._taken_back[work.sequence]
 
     def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int, taken_back: float) -> float:
@@ -162,8 +162,8 @@ class Watching:
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
         stamp = folder.started(newest)
-        bound = folder.bound(newest) if work.order["assignment"] is None else None
-        if stamp is None or (work.order["assignment"] is None and bound is None):
+        bound = folder.bound(newest) if work.job.assignment is None else None
+        if stamp is None or (work.job.assignment is None and bound is None):
             return  # it has begun to begin
         not_yet = status is not None and status.phase == "running" and status.started_at is None
         if (not asked or not_yet) and folder.result(newest) is None:
@@ -174,13 +174,14 @@ class Watching:
         took_work_at = stamp if bound is None or took_work is None else took_work - bound.startup_seconds
         self._station.notes.note(
             self._station.notes.report(
-                kind="started",
+                Started,
                 sequence=work.sequence,
                 attempt=newest,
                 admission_delay=waited,
                 took_work_at=took_work_at,
                 lingered=max(0.0, bound.lingered) if bound is not None else 0.0,
-                bound=vars(bound.bound()) if bound is not None else None,
+                bound=bound.bound if bound is not None else None,
+                ago=0.0,  # until it is told
             )
         )
 
@@ -250,11 +251,11 @@ class Watching:
         again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
         if again and not work.unwanted:
             self._station.say(f"{work} has handed in and is run again by its scheduler; it is ended")
-            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
         is_there = status is not None and status.phase != "ended"
         if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
             self._station.say(f"{work} has handed in and did not end; it is ended")
-            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
         if work.unwanted and (is_there or statuses is None):
             self._station.cancel(work)
         elif work.settled and statuses is not None and not is_there:

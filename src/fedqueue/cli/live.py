@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fedqueue.cli.terminal import console
 from fedqueue.config import Config
+from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import (
     Aggregate,
     Command,
@@ -41,7 +42,6 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
 )
 from fedqueue.protocol.state import JobState
 

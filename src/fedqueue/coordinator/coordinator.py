@@ -29,6 +29,8 @@ from fedqueue.failpoints import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.models import best_of
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.contract import one_line
 from fedqueue.protocol.messages import (
     Aggregate,
     Command,
@@ -47,11 +49,11 @@ from fedqueue.protocol.messages import (
     StopRequested,
     TimerFired,
     UpdateArrived,
+    parse,
 )
-from fedqueue.protocol.reports import Trouble, Unscored, one_line
+from fedqueue.protocol.reports import Trouble, Unscored
 from fedqueue.protocol.state import Outcomes, RunState, View
 from fedqueue.protocol.strategies import Strategy
-from fedqueue.protocol.wire import encode, parse
 from fedqueue.runs import rebuild_strategy
 
 T = TypeVar("T")
@@ -483,7 +485,7 @@ class Coordinator:
                 base_key=self.outcomes.models[receipt.base_version],
             )
             for share in (command.weights if command is not None else ())
-            for receipt in [self.state.updates[share.job_id, share.attempt]]
+            for receipt in [self.state.updates[share.key]]
         ]
 
     def _work(

@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fedqueue.config import Config
+from fedqueue.protocol.contract import JobId, facility_of
 from fedqueue.protocol.messages import (
     Command,
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     Record,
     SubmitJob,
     SubmitRefused,
     UpdateArrived,
-    facility_of,
 )
 from fedqueue.protocol.state import JobState, RunState
 from fedqueue.protocol.weigh import discount

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, UpdateKey, facility_of, sequence_of
 from fedqueue.protocol.messages import (
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -30,21 +30,17 @@ from fedqueue.protocol.messages import (
     ForecastIssued,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Order,
     PostWork,
-    Receipt,
     Record,
     RunPaused,
     RunResumed,
     RunStarted,
     SetTimer,
-    Standing,
     StopRequested,
     StopRun,
     SubmitJob,
@@ -52,12 +48,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    sequence_of,
 )
-
-UpdateKey = tuple[JobId, int]
-"""Job and attempt."""
 
 Phase = Literal["ordered", "queued", "running", "ended"]
 """ordered: we want it. queued: its scheduler has it. running: it has its nodes. ended: it has handed in, and its update
@@ -278,7 +269,7 @@ class RunState:
         receipt = event.receipt
         if self._move(receipt.job_id, event, receipt.attempt) is None:
             return False
-        self.updates[receipt.job_id, receipt.attempt] = receipt
+        self.updates[receipt.key] = receipt
         return True
 
     def _run_started(self, event: RunStarted) -> bool:
@@ -352,7 +343,7 @@ class RunState:
             return False
         self.newest = event.version
         for share in self.making.pop(event.version).weights:
-            self.updates.pop((share.job_id, share.attempt), None)
+            self.updates.pop(share.key, None)
         return True
 
     def _told_to_others(self, event: StopRequested | ModelScored) -> bool:
@@ -405,7 +396,8 @@ class RunState:
         facts = command.facts
         match command.kind:
             case "fate" if facts["fate"] != "aggregated":  # otherwise it is in the model that is ready
-                self.updates.pop((str(facts["job"]), int(facts["attempt"] or 0)), None)
+                key = str(facts["job"]), int(facts["attempt"] or 0), int(facts.get("part") or 0)
+                self.updates.pop(key, None)
             case "failure":
                 job = str(facts["job"])
                 return self.facilities[facility_of(job)].cancelled.pop(job, None)
@@ -436,9 +428,9 @@ class Outcomes:
     def __call__(self, told: Event | Command, job: JobState | None) -> None:
         match told:
             case UpdateArrived(receipt=receipt):
-                self.verdicts[receipt.job_id, receipt.attempt] = None
-            case UpdateRejected(job_id=job_id, attempt=attempt, reason=reason):
-                self.verdicts[job_id, attempt] = reason
+                self.verdicts[receipt.key] = None
+            case UpdateRejected(reason=reason):
+                self.verdicts[told.key] = reason
             case ModelReady(version=version, digest=digest):
                 self.models[version] = digest
             case ModelScored(version=version, metrics=metrics):

@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
-from fedqueue.protocol.messages import Command, facility_of
+from fedqueue.protocol.contract import facility_of
+from fedqueue.protocol.messages import Command, parse
 from fedqueue.protocol.state import RunState
-from fedqueue.protocol.wire import parse
 from fedqueue.runs import SUMMARY
 
 Curve = Sequence[tuple[float, float]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from fedqueue.protocol.messages import Aggregate, Assignment, JobId
+from fedqueue.protocol.contract import Assignment, JobId
+from fedqueue.protocol.messages import Aggregate
 
 if TYPE_CHECKING:
     from fedqueue.aggregate import StateDict

@@ -15,11 +15,11 @@ from typing import Any
 
 from fedqueue.config import Config
 from fedqueue.metrics import Tally
+from fedqueue.protocol.contract import JobId
 from fedqueue.protocol.messages import (
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobStarted,
     ModelReady,
     Record,

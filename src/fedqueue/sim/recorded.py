@@ -17,8 +17,8 @@ from typing import Any
 from fedqueue.config import Config, FixedQueue
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.contract import Assignment, JobId, facility_of, sequence_of
 from fedqueue.protocol.messages import (
-    Assignment,
     CoordinatorResumed,
     Event,
     FacilityDrained,
@@ -26,7 +26,6 @@ from fedqueue.protocol.messages import (
     FacilityLeft,
     ForecastIssued,
     JobFailed,
-    JobId,
     JobRequeued,
     ModelReady,
     ModelScored,
@@ -37,8 +36,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    sequence_of,
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.runs import rebuild_plan

@@ -15,10 +15,9 @@ from typing import Any
 
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
+from fedqueue.protocol.contract import WALL_TIME, Assignment, Receipt, facility_of
 from fedqueue.protocol.messages import (
-    WALL_TIME,
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -33,7 +32,6 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
-    Receipt,
     Record,
     RunStarted,
     SetTimer,
@@ -43,7 +41,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
     finite_or_none,
 )
 from fedqueue.protocol.plan import FacilityProfile, Plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fedqueue.settings import read
+from fedqueue.protocol.codec import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
