@@ -17,7 +17,7 @@ from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_sc
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.station import Station
 from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
-from fedqueue.runs import write_json
+from fedqueue.files import write_json
 from tests.slurm import wait_for
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fedqueue.errors import StorageError, what_to_do
 from fedqueue.failpoints import failpoint
@@ -18,17 +21,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    _write(path, json.dumps(content, indent=2) + "\n")
+
+
 def write_secret(path: Path, text: str) -> None:
     """A file that only its owner may read, from its first byte on; whole or not at all."""
+    _write(path, text, secret=True)
+
+
+def _write(path: Path, text: str, *, secret: bool = False) -> None:
+    """Beside, then renamed."""
     beside = path.with_name(path.name + ".part")
     try:
-        beside.unlink(missing_ok=True)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        if secret:
+            beside.unlink(missing_ok=True)
+        with open(beside, "w", encoding="utf-8", opener=_open_secret if secret else None) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        failpoint("secret.whole")
+        if secret:
+            failpoint("secret.whole")
         beside.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
+
+
+def _open_secret(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_EXCL, 0o600)

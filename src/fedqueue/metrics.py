@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from fedqueue.protocol.messages import (
@@ -259,3 +260,18 @@ _EVENTS: dict[type, Any] = {
     ModelReady: Tally._model_ready,
     ModelScored: Tally._model_scored,
 }
+
+
+def finite(score: object) -> float | None:
+    """A score, or None where it is not a number: such a model is never the best."""
+    return float(score) if isinstance(score, int | float) and isfinite(score) else None
+
+
+def best_of(scores: Mapping[int, float | None]) -> int | None:
+    """The version with the highest score, the oldest of equals.
+
+    >>> best_of({0: 0.5, 1: None, 2: 0.9, 3: 0.9})
+    2
+    """
+    known = {version: score for version, score in sorted(scores.items()) if score is not None}
+    return max(known, key=lambda version: known[version], default=None)

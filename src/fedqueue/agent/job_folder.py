@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
 from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.files import write_json
 from fedqueue.protocol.reports import Bound, check_metrics, one_line
-from fedqueue.runs import write_json
 from fedqueue.settings import read
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from typing import Any, Final
 from fedqueue.agent.transport import Client
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.files import write_json
 from fedqueue.filetime import FileClock
-from fedqueue.runs import write_json
 
 GRACE_SECONDS: Final = 60.0
 """A model that was replaced stays for so long."""

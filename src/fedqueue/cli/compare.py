@@ -18,11 +18,12 @@ from fedqueue.cli import common, extras, terminal
 from fedqueue.cli.figures import show
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
 from fedqueue.processes import run_all
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.runs import new_folder, write_json
+from fedqueue.runs import new_folder
 from fedqueue.sim.runner import simulate
 
 HELP = "several strategies over the same seeds, with paired differences"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedqueue.models import finite
+from fedqueue.metrics import finite
 from fedqueue.protocol.messages import (
     Aggregate,
     Assignment,

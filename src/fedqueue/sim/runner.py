@@ -12,10 +12,11 @@ from fedqueue import plugins
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.errors import FedQueueError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.metrics import Tally
 from fedqueue.protocol.roles import must_match, special
-from fedqueue.runs import SUMMARY, describe, write_json
+from fedqueue.runs import SUMMARY, describe
 from fedqueue.sim.learning import Learning, RealLearning, TimingOnly
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
