@@ -19,7 +19,6 @@ from typing import Any, Final, NoReturn
 from fedqueue import __version__
 from fedqueue.cli import (
     agent,
-    bound,
     compare,
     demo,
     doctor,
@@ -43,7 +42,7 @@ from fedqueue.errors import ConfigError, FedQueueError, ProtocolError, StorageEr
 from fedqueue.plugins import plugins
 
 _OURS: Final[tuple[Any, ...]] = (
-    *(demo, init, simulate, compare, bound, plan, history, forecast),
+    *(demo, init, simulate, compare, plan, history, forecast),
     *(run, report, models, replay, retrace, journal, doctor),
     *(serve, enroll, agent, *operate.VERBS),
 )

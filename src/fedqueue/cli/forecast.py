@@ -17,8 +17,9 @@ from typing import Any, Final
 
 from fedqueue import data
 from fedqueue.cli.common import check_ending
-from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
+from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases
 from fedqueue.errors import ConfigError, StorageError
+from fedqueue.runs import rounded
 
 HELP = "how good forecasts of queue waits would have been, on logs of real queues"
 
