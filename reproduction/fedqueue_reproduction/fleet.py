@@ -25,11 +25,11 @@ from fedqueue.errors import ConfigError, TaskError
 from fedqueue.protocol.messages import Aggregate, Assignment
 from fedqueue.protocol.roles import buffer_roles, must_match
 from fedqueue.sim.learning import Key, Learning, luck_of
-from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
-from fedqueue.training.recorded import Scorer, SlotJob, put
-from fedqueue.training.rows import Rows
 from fedqueue.training.tasks import chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
+from fedqueue_reproduction.lanes import Lanes, rows_of, why_not_in_lanes
+from fedqueue_reproduction.recorded import Scorer, SlotJob, put
+from fedqueue_reproduction.rows import Rows
 from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack
 
