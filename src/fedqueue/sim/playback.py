@@ -65,15 +65,6 @@ class Playback(Simulation):
             at = heard.event.at + (late if abs(late) > SAME else 0.0)
             self._when(max(at, self._now), heard.seq, self._hear, site, job, heard.event)
 
-    def _reach_scheduler(self, site: Site, job: SimJob) -> None:
-        seconds = site.submit_seconds(job)
-        if seconds >= 0:
-            super()._reach_scheduler(site, job)
-            return
-        job.eligible_at = self._now + seconds  # its scheduler knew of the end before it before we did
-        start_at = max(self._now, job.eligible_at + site.wait(job, self._now))
-        self._at(start_at, JOBS, self._start, site, job, job.attempt)
-
     def set_timer(self, command: SetTimer) -> None:
         late = self._rang_late.get((command.key, command.at))
         if late is not None:  # what was in hand then came first
