@@ -18,7 +18,8 @@ from typing import Any, Final
 from fedqueue import data
 from fedqueue.cli.common import check_ending
 from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.errors import ConfigError
+from fedqueue.files import writing
 from fedqueue.runs import rounded
 
 HELP = "how good forecasts of queue waits would have been, on logs of real queues"
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(found)
     if args.out is not None:
-        _write(args.out, text)
+        with writing(args.out):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(text, encoding="utf-8")
     if args.plots is not None:
         from fedqueue.report.forecasts import forecasts_plot
 
@@ -179,14 +182,6 @@ def _work(numbered: tuple[int, Item]) -> tuple[int, Any]:
     place, (path, case, names) = numbered
     shape = Shape(procs=procs_range(case["procs"]), requested=case["requested"])
     return place, evaluate(read_log(path), shape, case["round_length"], names)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _stem(path: Path) -> str:
