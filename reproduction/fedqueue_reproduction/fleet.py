@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -202,10 +202,11 @@ class _Model:
         self.row, self.parts = row, rows.parts(row)
 
 
-class FleetLearning:
+class FleetLearning(Learning):
     """The learning of one run among many. A model is one flat row on the device, in parts that are averaged alike."""
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
+        super().__init__(bench.megabytes)
         settings, seed = config.task, config.run.seed
         self._seed = seed
         self._bench = bench
@@ -216,10 +217,8 @@ class FleetLearning:
         first = bench.rows.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
         self._models: dict[int, _Model] = {0: _Model(bench.rows, put(first, bench.device))}
         self._updates: dict[Key, tuple[_Ticket, int, int]] = {}  # ticket, base version, steps
-        self._corrupt: set[Key] = set()
-        self.roles: Mapping[str, str] = bench.roles
+        self.roles = bench.roles
         self.data_sizes = [len(part) for part in self._parts]
-        self.megabytes = bench.megabytes
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
         part = self._parts[facility]
@@ -238,9 +237,6 @@ class FleetLearning:
             self.foresee(key, facility, number, work, steps)
         return steps * min(self._bench.batch_size, len(self._parts[facility]))
 
-    def corrupt(self, key: Key) -> None:
-        self._corrupt.add(key)
-
     def misfit(self, key: Key) -> str | None:
         ticket = self._updates[key][0]
         self._wait(ticket)
@@ -258,8 +254,8 @@ class FleetLearning:
         self._models[command.to_version] = _Model(rows, rows.join(made))
 
     def forget(self, key: Key) -> None:
+        super().forget(key)
         self._updates.pop(key, None)
-        self._corrupt.discard(key)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         held = {base for _, base, _ in self._updates.values()}

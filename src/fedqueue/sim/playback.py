@@ -29,7 +29,7 @@ from fedqueue.protocol.messages import (
     UpdateArrived,
     UpdateRejected,
 )
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.recorded import RecordedSite, Recording
 from fedqueue.sim.simulation import JOBS, Simulation, make_strategy
 from fedqueue.sim.site import SimJob, Site
@@ -139,7 +139,7 @@ def simulate_recording(recording: Recording, config: Config, listeners: Sequence
     simulation = Playback(
         config,
         sites,
-        TimingOnly(0.0),
+        Learning(0.0),
         make_strategy(config, recording.plan),
         [collect, *listeners],
         aggregate_seconds=lambda version: recording.model_seconds.get(version, typical),
