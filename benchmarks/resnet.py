@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.figure import Figure
-from fedqueue.training.cifar100 import CLASSES, ResNet18, crop_and_flip
 from fedqueue.training.workload import Samples, Workload
+from fedqueue_reproduction.cifar100 import CLASSES, ResNet18, crop_and_flip
 from fedqueue_reproduction.fleet import LANES
 from fedqueue_reproduction.lanes import Lanes, rows_of
 from fedqueue_reproduction.recorded import SlotJob, capture

@@ -21,7 +21,8 @@ class TaskSettings:
     """
 
     name: str = "digits"
-    """"digits", "mnist", "cifar100", or a function of your own as "module:function" that returns a `Workload`."""
+    """"digits", "mnist", what installed packages add, or a function of your own that returns a `Workload`, as
+    "module:function"."""
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     """How the training samples are split over the facilities: skewed by label, or evenly at random."""
     dirichlet_alpha: float = 0.5
@@ -48,7 +49,7 @@ class TaskSettings:
         one_of(self, "optimizer", ("adam", "sgd", "adamw"))
         one_of(self, "device", ("cpu", "cuda"))
         if not self.name:
-            raise ValueError("name must be 'digits', 'mnist', 'cifar100' or 'module:function', found ''")
+            raise ValueError("name must be 'digits', 'mnist' or 'module:function', found ''")
         more_than(self, 0, "dirichlet_alpha")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, found {self.momentum}")

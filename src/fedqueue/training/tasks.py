@@ -37,7 +37,6 @@ __all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_tas
 BUILT_IN = {
     "digits": "fedqueue.training.digits:workload",
     "mnist": "fedqueue.training.mnist:workload",
-    "cifar100": "fedqueue.training.cifar100:workload",
 }
 Indices = npt.NDArray[np.int64]
 SCORE_CHUNK = 128
@@ -304,10 +303,14 @@ def load_workload(name: str, options: Mapping[str, object]) -> Workload:
     """
     place = BUILT_IN.get(name, name)
     module_name, colon, function_name = place.partition(":")
-    if not (colon and module_name and function_name):
-        known = ", ".join(map(repr, BUILT_IN))
-        raise TaskError(f"task {name!r} is not known; use one of {known}, or your own as 'module:function'")
-    function = _find_function(name, module_name, function_name)
+    if colon and module_name and function_name:
+        function = _find_function(name, module_name, function_name)
+    else:
+        added = plugins("workloads")
+        if name not in added:
+            known = ", ".join(map(repr, [*BUILT_IN, *added]))
+            raise TaskError(f"task {name!r} is not known; use one of {known}, or your own as 'module:function'")
+        function = added[name]
     try:
         workload = function(**options)
     except FedQueueError:
