@@ -9,7 +9,7 @@ from fedqueue import tensorfile
 from fedqueue.coordinator.store import object_path
 from fedqueue.errors import ReplayError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.metrics import best_of, finite
+from fedqueue.metrics import best_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def read_models(folder: Path) -> Models:
         Model(
             version=version,
             ready_at=at,
-            score=finite(scores.get(version)),
+            score=scores.get(version),
             digest=digest,
             file=object_path(folder, digest),
         )
