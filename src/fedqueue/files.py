@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fedqueue.errors import StorageError, what_to_do
 from fedqueue.failpoints import failpoint
+from fedqueue.protocol.codec import body
 
 PIECE_BYTES: Final = 64 << 10
 """So few that they are still in the processor's cache when they are hashed and written. Larger pieces, and a thread
@@ -26,18 +28,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_secret(path: Path, text: str) -> None:
-    """A file that only its owner may read, from its first byte on; whole or not at all."""
-    beside = path.with_name(path.name + ".part")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with the disk inside is told with what helps."""
     try:
-        beside.unlink(missing_ok=True)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("secret.whole")
-        beside.replace(path)
+        yield
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
@@ -93,3 +88,37 @@ class ArrivingFile:
             yield
         except OSError as error:
             raise StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    write_text(path, json.dumps(content, indent=2, default=body) + "\n")
+
+
+def write_secret(path: Path, text: str) -> None:
+    """A file that only its owner may read, from its first byte on; whole or not at all."""
+    write_text(path, text, secret=True)
+
+
+def write_text(path: Path, text: str, *, secret: bool = False) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    beside = path.with_name(path.name + ".part")
+    with writing(path):
+        try:
+            if secret:
+                beside.unlink(missing_ok=True)
+            with open(beside, "w", encoding="utf-8", opener=_open_secret if secret else None) as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if secret:
+                failpoint("secret.whole")
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+
+
+def _open_secret(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_EXCL, 0o600)

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 
 from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
 from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.files import write_json
 from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import BoundFile, OrderFile, Result, one_line
-from fedqueue.runs import write_json
 
 T = TypeVar("T")
 
