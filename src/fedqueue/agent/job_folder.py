@@ -87,8 +87,12 @@ class JobFolder:
         return self.path / f"attempt-{number}"
 
     def started(self, number: int) -> float | None:
-        """When it began, by the clock of the file system; so are the next two."""
+        """When it began, by the clock of the file system; so are the next three."""
         return _stamp(self.attempt(number) / "started")
+
+    def alive(self, number: int) -> float | None:
+        """When it last gave a sign of life; None: it gives none."""
+        return _stamp(self.attempt(number) / "alive")
 
     def took_work(self, number: int) -> float | None:
         return _stamp(self.attempt(number) / "bound.json")
