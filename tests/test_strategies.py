@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue.config import Config, FacilitySettings, parse
-from fedqueue.metrics import Tally
 from fedqueue.protocol.budget import RULES
-from fedqueue.protocol.contract import Receipt, facility_of
+from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -31,7 +29,6 @@ from fedqueue.protocol.messages import (
     JobStarted,
     JobSubmitted,
     ModelReady,
-    ModelScored,
     PostWork,
     Record,
     RunPaused,
@@ -326,56 +323,6 @@ def test_same_events_bring_the_same_commands_again_and_repeated_ones_change_noth
         if isinstance(event, REPEATABLE):
             again = fresh.handle(event)
             assert all(isinstance(c, Record) and c.kind == "ignored" for c in again), "delivery may be at-least-once"
-
-
-def superseded(job: str, attempt: int, at: float) -> Iterator[Event]:
-    """All that may still come from an attempt that its scheduler took back."""
-    receipt = Receipt(job_id=job, attempt=attempt, base_version=0, steps_done=7, train_seconds=3.0, admission_delay=1.0)
-    yield JobStarted(at=at, job_id=job, attempt=attempt, admission_delay=1.0, ago=0.5)
-    yield JobRequeued(at=at, job_id=job, attempt=attempt, reason="old news", held_seconds=2.0)
-    yield JobEnded(at=at, job_id=job, attempt=attempt, steps_done=7, train_seconds=3.0, held_seconds=4.0)
-    yield JobFailed(at=at, job_id=job, attempt=attempt, reason="old news", transient=True, held_seconds=4.0)
-    yield UpdateRejected(at=at, job_id=job, attempt=attempt, reason="old news")
-    yield UpdateArrived(at=at, receipt=receipt)
-
-
-def summary_of(config: Config, events: Sequence[Event]) -> dict[str, Any]:
-    """What a run's figures are after these events."""
-    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
-    strategy = make_strategy(config, make_plan(config, sites, None))
-    nodes = {f.name: 2 for f in config.facility}
-    tally = Tally(strategy.state, round_length=config.run.round_length, nodes=nodes, targets=[0.3, 0.9])
-    for event in events:
-        strategy.handle(event)
-    return tally.summary(strategy=config.run.strategy, seed=1, wall_seconds=0.0)
-
-
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@given(data=st.data(), noise=st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
-def test_repeated_and_superseded_events_change_none_of_the_figures(
-    strategy: str, data: st.DataObject, noise: Any
-) -> None:
-    config = data.draw(configs(strategy))
-    told: list[Event] = []
-    for event, _ in run(config)[0]:
-        told.append(event)
-        if isinstance(event, ModelReady):
-            score = noise.choice((None, noise.random()))
-            told.append(ModelScored(at=event.at, version=event.version, metrics={"score": score}))
-    noisy: list[Event] = []
-    attempts: dict[str, int] = {}
-    for event in told[:-1]:
-        noisy.append(event)
-        if isinstance(event, JobRequeued):
-            attempts[event.job_id] = event.attempt
-        heard = [e for e in noisy if isinstance(e, (*REPEATABLE, ModelScored))]
-        for again in noise.sample(heard, min(len(heard), noise.randrange(3))):
-            noisy.append(replace(again, at=event.at))
-        if attempts and noise.random() < 0.5:
-            job = noise.choice(sorted(attempts))
-            noisy += superseded(job, noise.randrange(attempts[job]), event.at)
-    assert summary_of(config, [*noisy, told[-1]]) == summary_of(config, told)
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)

@@ -72,7 +72,8 @@ class Screen:
         self._at = 0.0
         self._seen = time.monotonic()
         self._model = 0
-        self._score: float | None = None
+        self._scored = 0  # the newest model that is
+        self._score: float | None = None  # its score
         self._shares: dict[int, int] = {}  # updates in models that are being made
         self._aggregated = 0
         self._ended: str | None = None
@@ -141,8 +142,8 @@ class Screen:
             case ModelReady(version=version):
                 self._model = version
                 self._aggregated += self._shares.pop(version, 0)
-            case ModelScored(metrics=metrics):
-                self._score = metrics.get("score")
+            case ModelScored(version=version, metrics=metrics) if version >= self._scored:
+                self._scored, self._score = version, metrics.get("score")
             case Aggregate(to_version=version, weights=weights):
                 self._shares[version] = len(weights)
             case StopRun(reason=reason):

@@ -63,7 +63,7 @@ itself. out: failed for good; comes back when someone makes it join."""
 JOB: Final[dict[tuple[str, type, str], Phase | None]] = {
     # phase, event, its attempt against the newest that is known: the next phase; None: the job is over
     ("ordered", JobSubmitted, "same"): "queued",
-    ("ordered", JobStarted, "same"): "running",  # that it was submitted is still to be told
+    ("ordered", JobStarted, "same"): "running",
     ("queued", JobStarted, "same"): "running",
     ("ordered", JobEnded, "same"): "ended",
     ("queued", JobEnded, "same"): "ended",
@@ -92,7 +92,6 @@ class JobState:
     assignment: Assignment | None = None
     phase: Phase = "ordered"
     since: float = 0.0  # of that phase
-    taken: bool = False  # its facility has it at its scheduler
     attempt: int = 0
     started_at: float | None = None  # when its newest attempt took its work
     held_since: float | None = None  # when that one got its nodes; None: it has none
@@ -101,6 +100,11 @@ class JobState:
     @property
     def sequence(self) -> int:
         return sequence_of(self.order.job_id)
+
+    @property
+    def taken(self) -> bool:
+        """Its facility has it at its scheduler."""
+        return self.phase != "ordered"
 
     @property
     def cutoff(self) -> float | None:
@@ -223,13 +227,10 @@ class RunState:
         return job
 
     def _job_submitted(self, event: JobSubmitted) -> bool:
-        job = self.open_job(event.job_id)
-        if job is None or job.taken:
+        job = self._move(event.job_id, event, event.attempt)
+        if job is None:
             return False
-        job.taken = True
         self.facilities[job.order.facility].refusal = None
-        self._move(event.job_id, event, event.attempt)
-        self.job = job
         return True
 
     def _job_started(self, event: JobStarted) -> bool:
