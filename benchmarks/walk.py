@@ -58,9 +58,11 @@ def follow(frame, event, argument):
                 seen[code.co_filename] = code.co_name
 
 def write():
-    with open(os.path.join(NOTES, f"{os.getpid()}.txt"), "w") as notes:
+    path = os.path.join(NOTES, f"{os.getpid()}.txt")
+    with open(path + ".part", "w") as notes:  # whoever is killed meanwhile leaves its last whole notes
         notes.write(" ".join(sys.argv[:3]) + "\\n")
         notes.writelines(f"{name[len(PACKAGE):]} {function}\\n" for name, function in list(seen.items()))
+    os.replace(path + ".part", path)
 
 def watch():
     written = 0
