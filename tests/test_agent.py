@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.agent_state import AtScheduler, Closed, Notes, Ordered, Received
+from fedqueue.agent.agent_state import Closed, Notes, Received, Work
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.model_cache import ModelCache
@@ -52,7 +52,7 @@ def ended_job(station: Station) -> None:
     order = Order(job_id="north/0", facility="north", round=0, wall_seconds=3600.0)
     work = Assignment(base_version=0, steps=1, learning_rate=0.1)
     job = JobOrder(order=order, assignment=work, model=ModelFile(version=0, sha256="b" * 64))
-    notes.note(Ordered(name="fq-0", at=time.time(), job=job), AtScheduler(sequence=0, id="1", at=time.time()))
+    notes.note(Work(name="fq-0", ordered_at=time.time(), job=job, scheduler_id="1", submitted_at=time.time()))
     notes.note(notes.report(Started, sequence=0, attempt=0, admission_delay=0.5, ago=0.0))
     notes.note(notes.report(Ended, sequence=0, attempt=0, steps_done=1, train_seconds=1.0, held_seconds=1.0))
     notes.note(Received(n=2))

@@ -45,7 +45,7 @@ from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.errors import ConfigError
 from fedqueue.files import write_secret
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.contract import MOST_ORDERS
+from fedqueue.protocol.contract import MOST_ORDERS, Trained
 from fedqueue.protocol.reports import Handin, Poll
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
 from tests.slurm import wait_for
@@ -786,7 +786,7 @@ def test_a_right_answer_is_taken_as_it_is(fake: type[FakeCoordinator]) -> None:
     assert json.loads(encode(client.poll(_POLL))) == _ANSWER
     fake.answer = {**_ANSWER, "over": "a\x1b[2J\nb"}
     assert client.poll(_POLL).over == "a?[2J b"
-    handin = Handin(base_version=0, steps_done=1, train_seconds=1.0, admission_delay=0.0)
+    handin = Handin(trained=Trained(base_version=0, steps_done=1, train_seconds=1.0), admission_delay=0.0)
     fake.answer = {"status": "rejected", "reason": "a\x1b[2J\nb"}
     assert client.commit(0, 0, _SHA, handin).reason == "a?[2J b"
     fake.answer = {"status": "run this"}
@@ -861,7 +861,7 @@ def test_an_agent_does_nothing_for_a_coordinator_that_means_harm(
         assert not (home / "standing.json").exists()
         assert any("the coordinator" in line for line in said)
         assert all(line.isprintable() for line in said)
-        assert '"kind":"order"' not in (home / "journal.jsonl").read_text()
+        assert '"kind":"job"' not in (home / "journal.jsonl").read_text()
     assert {path.name for path in tmp_path.rglob("*") if not path.is_relative_to(home)} == {"a", "b", "c"}
 
 

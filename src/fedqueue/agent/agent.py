@@ -17,18 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import (
-    AtScheduler,
-    Intended,
-    Marked,
-    Memory,
-    Notes,
-    Ordered,
-    Received,
-    Reported,
-    RunOver,
-    Work,
-)
+from fedqueue.agent.agent_state import Memory, Notes, Received, Reported, RunOver, Work
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.job_folder import JobFolder, script
@@ -281,7 +270,7 @@ class Agent:
     def _taken(self) -> set[int]:
         """Versions that open jobs took from standing work."""
         folders = [self._station.folder(work) for work in self._memory.works.values() if work.job.assignment is None]
-        return {bound.bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
+        return {bound.bound.work.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
 
     def _said_now(self, found: Reported) -> Report:
         """A report as it is sent: how long ago, instead of when."""
@@ -300,7 +289,7 @@ class Agent:
                 self._station.notes.report(Refused, sequence=sequence, reason=reason, transient=True)
             )
         elif len(memory.works) < MOST_ORDERS:
-            self._station.notes.note(Ordered(at=self._station.clock.now(), name=self._name(sequence), job=job))
+            self._station.notes.note(Work(ordered_at=self._station.clock.now(), name=self._name(sequence), job=job))
             failpoint("agent.ordered")
 
     def _name(self, sequence: int) -> str:
@@ -314,18 +303,15 @@ class Agent:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
         self._station.say(f"{work} is cancelled: the coordinator does not want it any more")
-        self._station.notes.note(Marked(kind="cancelled", sequence=work.sequence))
+        self._station.notes.note(replace(work, cancelled=True))
 
     def _cancel_unknown(self, sequence: int) -> None:
         """A job that was ours before the journal was lost or set back: the scheduler may have it still."""
         name = JobFolder(self._station.home, str(sequence)).name() or self._name(sequence)
         facility, now = self._station.facility, self._station.clock.now()
         order = Order(job_id=job_id(facility, sequence), facility=facility, round=0, wall_seconds=1.0)
-        self._station.notes.note(
-            Ordered(at=now, name=name, job=JobOrder(order=order)),
-            Intended(sequence=sequence, at=now),
-            Marked(kind="cancelled", sequence=sequence),
-        )
+        job = JobOrder(order=order)
+        self._station.notes.note(Work(name=name, job=job, ordered_at=now, intended=True, asked_at=now, cancelled=True))
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
@@ -368,7 +354,7 @@ class Agent:
         failpoint("agent.prepared")
         asked_at = self._station.clock.now()
         if not work.intended:
-            self._station.notes.note(Intended(sequence=work.sequence, at=asked_at))
+            self._station.notes.note(replace(work, intended=True, asked_at=asked_at))
         work.asked_at = asked_at
         failpoint("agent.intended")
         scheduler_id = self._station.scheduler.submit(request)
@@ -378,7 +364,7 @@ class Agent:
     def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
         report = self._station.notes.report(Submitted, sequence=work.sequence)
         self._station.notes.note(
-            AtScheduler(sequence=work.sequence, id=scheduler_id, at=at),
+            replace(work, scheduler_id=scheduler_id, submitted_at=at),
             *([report] if not work.cancelled else []),  # otherwise nobody waits for it
         )
         self._station.say(f"{work} is at the scheduler")

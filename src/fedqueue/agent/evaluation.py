@@ -10,19 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import (
-    Closed,
-    Entry,
-    NotScored,
-    Scoring,
-    ScoringAtScheduler,
-    ScoringBegun,
-    ScoringOver,
-)
+from fedqueue.agent.agent_state import Closed, Entry, NotScored, Scoring, ScoringOver
 from fedqueue.agent.job_folder import JobFolder, script
 from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError
@@ -111,7 +104,7 @@ class Evaluation:
                 raise
             self._give_up(version, refused.reason)
             return
-        self._note(ScoringBegun(model=wanted.model))
+        self._note(Scoring(model=wanted.model))
 
     def _note(self, *entries: Entry) -> None:
         self._missing_since = None
@@ -136,7 +129,7 @@ class Evaluation:
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
             found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
-        self._station.notes.note(ScoringAtScheduler(id=found))
+        self._station.notes.note(replace(scoring, job=found))
         self._station.say(f"the job that scores model {scoring.version} ({found}) is at the scheduler")
 
     def _order(self, scoring: Scoring, name: str, wall: float) -> OrderFile:
@@ -164,7 +157,7 @@ class Evaluation:
         results = (folder.result(attempt) for attempt in reversed(range(folder.attempts())))
         result = next((result for result in results if result is not None), None)
         if result is not None:
-            self._scored(scoring, result.metrics)
+            self._scored(scoring, result.trained.metrics)
             return
         status = self._station.scheduler.poll([scoring.job or ""]).get(scoring.job or "")
         if status is not None and status.phase != "ended":
@@ -176,7 +169,7 @@ class Evaluation:
         how = "is not known to the scheduler any more" if status is None else f"ended ({status.outcome})"
         if scoring.tries + 1 < MOST_TRIES:
             self._station.say(f"the job that scores model {scoring.version} {how} and left no scores; another is begun")
-            self._note(self._held(folder), ScoringBegun(model=scoring.model, tries=scoring.tries + 1))
+            self._note(self._held(folder), Scoring(model=scoring.model, tries=scoring.tries + 1))
         else:
             reason = f"{MOST_TRIES} jobs left no scores; the last {how}; {folder.ends_with(self._model_cache.home)}"
             self._give_up(scoring.version, reason, self._held(folder))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from fedqueue.agent.agent_state import CancelSent, Closed, Marked, Memory, Notes, Work
+from fedqueue.agent.agent_state import Closed, Memory, Notes, Work
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import (
     JobStatus,
@@ -137,7 +138,7 @@ class Station:
                 transient=transient,
                 held_seconds=held,
             ),
-            Marked(kind="cancelled", sequence=work.sequence) if and_end else self.closing(work, held),
+            replace(work, cancelled=True) if and_end else self.closing(work, held),
         )
 
     def cancel(self, work: Work) -> bool:
@@ -153,7 +154,7 @@ class Station:
         except SchedulerUnreachableError as error:
             self.trouble("scheduler", f"the scheduler did not answer: {error}")
             return False
-        self.notes.note(CancelSent(sequence=work.sequence, at=self.clock.now()))
+        self.notes.note(replace(work, cancels_sent=work.cancels_sent + 1, cancel_sent_at=self.clock.now()))
         return True
 
     def held(self, work: Work) -> float:

@@ -19,6 +19,7 @@ from fedqueue.coordinator.books import OpenJob
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
+from fedqueue.protocol.codec import body
 from fedqueue.protocol.contract import (
     Answer,
     EvaluationRequest,
@@ -254,7 +255,7 @@ class FacilityApi:
                 raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
             doing = f"the update of {key[0]} cannot be taken"
             raise await asyncio.wrap_future(
-                coordinator.ask(lambda: self._cannot_use(handin.base_version, doing, failure))
+                coordinator.ask(lambda: self._cannot_use(handin.trained.base_version, doing, failure))
             ) from None
         return await asyncio.wrap_future(
             coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
@@ -277,7 +278,7 @@ class FacilityApi:
         upload = coordinator.store.upload(facility, sequence, attempt, digest)
         if not upload.exists() and not coordinator.store.path(digest).exists():
             raise Refused(409, "its bytes are not here", offset=0)
-        base = coordinator.books.models.get(handin.base_version)
+        base = coordinator.books.models.get(handin.trained.base_version)
         like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
         return (upload if upload.exists() else coordinator.store.path(digest)), like
 
@@ -306,18 +307,14 @@ class FacilityApi:
             return Verdict(status="rejected", reason=reason)
         if upload.suffix == ".part":
             coordinator.store.keep(upload, digest)
+        facts = {name: value for name, value in body(handin.trained).items() if name != "metrics"}
         receipt = Receipt(
             job_id=key,
             attempt=attempt,
-            base_version=handin.base_version,
-            steps_done=handin.steps_done,
-            train_seconds=handin.train_seconds,
             admission_delay=handin.admission_delay,
-            samples=handin.samples,
-            nodes=handin.nodes,
-            device=handin.device,
             digest=digest,
             part=handin.part,
+            **facts,
         )
         coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
         coordinator.store.drop_uploads(facility, sequence)

@@ -213,16 +213,20 @@ def _must_be_this_run(api: Api, call: Call) -> None:
 def _in_protocol_1(answer: Answer) -> Json:
     """Its agents know jobs by their numbers, and take no key that they do not know."""
     made: Json = json.loads(encode(answer))
-    for order in made["orders"]:
-        order["sequence"] = sequence_of(order.pop("job_id"))
-        order["after"] = None if order["after"] is None else sequence_of(order["after"])
-        for name in ("facility", "expected_delay", "replaces"):
-            del order[name]
+    for job, order in zip(answer.orders, made["orders"], strict=True):
+        after = job.order.after
+        order |= {"sequence": job.sequence, "after": None if after is None else sequence_of(after)}
+        _leave(order, "sequence", "round", "wall_seconds", "purpose", "after", "assignment", "model")
         if order["assignment"] is not None:
-            del order["assignment"]["cutoff"]
+            _leave(order["assignment"], "base_version", "steps", "learning_rate", "train_budget")
     if made["standing"] is not None:
         made["standing"]["next_cutoff_in"] = made["standing"].pop("next_cutoff")
     return made
+
+
+def _leave(made: Json, *names: str) -> None:
+    for name in set(made) - set(names):
+        del made[name]
 
 
 def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
@@ -240,8 +244,8 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known
             continue
         elif report.sequence >= books.facilities[facility].ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
-        elif isinstance(report, Started) and report.bound and report.bound.base_version not in books.models:
-            raise Refused(422, f"{where}: there is no model {report.bound.base_version}")
+        elif isinstance(report, Started) and report.bound and report.bound.work.base_version not in books.models:
+            raise Refused(422, f"{where}: there is no model {report.bound.work.base_version}")
 
 
 async def _model(api: Api, call: Call) -> Response:
