@@ -18,7 +18,6 @@ from schemathesis import Case, GenerationMode
 
 from fedqueue.agent.http_transport import HttpRefusedError
 from fedqueue.agent.transport import CoordinatorUnreachableError
-from fedqueue.coordinator.books import Books
 from fedqueue.coordinator.coordinator import Refused
 from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS
 from fedqueue.coordinator.limits import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
@@ -30,6 +29,7 @@ from fedqueue.protocol.codec import encode, read
 from fedqueue.protocol.contract import JobId, Receipt, job_id, sequence_of
 from fedqueue.protocol.messages import ModelReady, RunStarted, TimerFired, UpdateArrived
 from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.state import Outcomes, RunState
 from fedqueue.protocol.strategies import STRATEGIES
 from tests.conftest import STRATEGY_NAMES
 from tests.coordinators import Facility, Raw, Served, ended, failed, refusal, request, serving, started
@@ -492,16 +492,16 @@ class Told:
 
 
 class Bench:
-    """The books of a coordinator and one strategy, driven by hand."""
+    """The state of a run and one strategy, driven by hand."""
 
     def __init__(self, strategy: str) -> None:
         kind = STRATEGIES[strategy]
         profiles = tuple(FacilityProfile(name=name, data_weight=0.5) for name in ("evil", "good"))
         options = {"lr_scaling": "inverse"} if strategy in ("fedqueue", "jit") else {}
         self.strategy = kind(Plan(facilities=profiles, round_length=10.0, seconds=1e6), kind.Options(**options))
-        self.books = Books(["evil", "good"])
-        self.books.models[0] = "0" * 64
-        self.tally = Tally(round_length=10.0, nodes={"evil": 1, "good": 1}, targets=[])
+        self.state = RunState(["evil", "good"])
+        self.models = Outcomes(self.state, "0" * 64).models
+        Tally(self.state, round_length=10.0, nodes={"evil": 1, "good": 1}, targets=[])
         self.at = 0.0
         self.tell(RunStarted(at=0.0))
 
@@ -510,29 +510,28 @@ class Bench:
         for command in commands:
             encode(command)  # which takes no infinity
         encode(event)
-        self.books(event, commands)
-        self.tally(event, commands)
+        self.state(event, commands)
         self.at += 0.001  # as a real clock does
 
     def turn(self) -> None:
         """A timer fires, and a model that was asked for is made."""
-        due = self.books.due()
+        due = self.state.due()
         if due is not None and due[0] < 1e6:
             self.at = max(self.at, due[0])
             self.tell(TimerFired(at=self.at, key=due[1]))
-        for version in sorted(self.books.making):
+        for version in sorted(self.state.making):
             self.tell(ModelReady(at=self.at, version=version, digest=f"{version:064}"))
 
     def report(self, facility: str, said: dict[str, Any]) -> None:
         found = read(Told, {"report": {"n": 1, **said}}, "").report
         bound = getattr(found, "bound", None)
-        if bound is None or bound.base_version in self.books.models:
-            self.tell(reports.event_of(found, facility, self.at, self.books.facilities[facility].posts))
+        if bound is None or bound.base_version in self.models:
+            self.tell(reports.event_of(found, facility, self.at, self.state.facilities[facility].posts))
 
     def arrive(self, job: JobId, steps: int, seconds: float) -> None:
-        known = self.books.job(job)
+        known = self.state.open_job(job)
         if known is not None:
-            base = known.assignment.base_version if known.assignment is not None else self.books.newest
+            base = known.assignment.base_version if known.assignment is not None else self.state.newest
             receipt = Receipt(
                 job_id=job,
                 attempt=known.attempt,
@@ -544,7 +543,7 @@ class Bench:
             self.tell(UpdateArrived(at=self.at, receipt=receipt))
 
     def good_works(self) -> None:
-        for sequence in list(self.books.facilities["good"].jobs):
+        for sequence in [job.sequence for job in self.state.facilities["good"].jobs.values()]:
             self.report("good", started(sequence))
             self.report("good", ended(sequence))
             self.arrive(job_id("good", sequence), 10, 1.0)
@@ -558,7 +557,7 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
     def play(acts: list[tuple[dict[str, Any], int, float, int]]) -> None:
         bench = Bench(strategy)
         for report, steps, seconds, what in acts:
-            newest = max(bench.books.facilities["evil"].jobs, default=0)
+            newest = max((job.sequence for job in bench.state.facilities["evil"].jobs.values()), default=0)
             sequence = max(0, newest - report["sequence"])
             if what == 0:
                 bench.arrive(job_id("evil", sequence), steps, seconds)
@@ -570,9 +569,9 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
         for _ in range(6):
             bench.turn()
             bench.good_works()
-        assert bench.books.stopped is None
+        assert bench.state.stopped is None
         if strategy != "fedavg":  # which waits for everybody, by its nature
-            assert bench.books.facilities["good"].ordered > 1
+            assert bench.state.facilities["good"].ordered > 1
 
     play()
 

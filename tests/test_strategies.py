@@ -343,9 +343,10 @@ def summary_of(config: Config, events: Sequence[Event]) -> dict[str, Any]:
     """What a run's figures are after these events."""
     sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
     strategy = make_strategy(config, make_plan(config, sites, None))
-    tally = Tally(round_length=config.run.round_length, nodes={f.name: 2 for f in config.facility}, targets=[0.3, 0.9])
+    nodes = {f.name: 2 for f in config.facility}
+    tally = Tally(strategy.state, round_length=config.run.round_length, nodes=nodes, targets=[0.3, 0.9])
     for event in events:
-        tally(event, strategy.handle(event))
+        strategy.handle(event)
     return tally.summary(strategy=config.run.strategy, seed=1, wall_seconds=0.0)
 
 

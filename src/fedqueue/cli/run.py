@@ -86,7 +86,7 @@ def here(config: Config, folder: Path, *, quiet: bool) -> dict[str, Any] | None:
             folder.absolute(),
             plain=True,
             beside=agents.beside,
-            listeners=[screen.listen],
+            views=[screen],
             say=screen.say,
             until=interrupted,
         )

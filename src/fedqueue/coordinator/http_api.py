@@ -232,19 +232,19 @@ def _leave(made: Json, *names: str) -> None:
 def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
     """Refuse reports of what this facility was never given: they would be in the ledger for good. Who was given it
     learns by the number of the newest report that is `known` that our ledger was set back."""
-    books = coordinator.books
+    models, ordered = coordinator.outcomes.models, coordinator.state.facilities[facility].ordered
     for report in asked.reports:
         where = f"report {report.n}"
         if isinstance(report, Scored):
             if coordinator.config.evaluation.where != facility:
                 raise Refused(403, f"{where}: this facility does not score models")
-            if report.version not in books.models:
+            if report.version not in models:
                 raise Refused(422, f"{where}: there is no model {report.version}")
         elif isinstance(report, Foreseen):
             continue
-        elif report.sequence >= books.facilities[facility].ordered:
+        elif report.sequence >= ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
-        elif isinstance(report, Started) and report.bound and report.bound.work.base_version not in books.models:
+        elif isinstance(report, Started) and report.bound and report.bound.work.base_version not in models:
             raise Refused(422, f"{where}: there is no model {report.bound.work.base_version}")
 
 
@@ -311,7 +311,7 @@ async def _steer(api: Api, call: Call) -> Json:
     if word not in act:
         raise Refused(404, f"a run can be told {', '.join(act)}, not {word!r}")
     await api.ask(act[word])
-    return {"done": word, "hindrance": api.coordinator.books.hindrance}
+    return {"done": word, "hindrance": api.coordinator.state.hindrance}
 
 
 async def _facility(api: Api, call: Call) -> Json:

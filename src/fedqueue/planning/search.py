@@ -240,7 +240,7 @@ def simulate(setting: Setting, places: Sequence[Place], candidate: Candidate, st
         site = Site(index, facility, config, setting.seed + start)
         site.queue, site.true_mean_delay = queue, mean
         sites.append(site)
-    meter = Meter(config, setting.worth)
     strategy = make_strategy(config, make_plan(config, sites, None))
-    Simulation(config, sites, TimingOnly(config.simulator.model_megabytes), strategy, [meter]).run()
+    meter = Meter(config, setting.worth, strategy.state)
+    Simulation(config, sites, TimingOnly(config.simulator.model_megabytes), strategy).run()
     return meter.outcome()

@@ -195,6 +195,10 @@ class Receipt:
         count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part")
         seconds(self, "train_seconds", "admission_delay")
 
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
+
 
 @message
 class ModelFile:

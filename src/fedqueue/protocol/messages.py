@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 
 from fedqueue.errors import ProtocolError
 from fedqueue.protocol.codec import build, later, message
-from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, bad, count, seconds
+from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, UpdateKey, bad, count, seconds
 
 Rule = Literal["add_deltas", "mix_models"]
 """How updates change a model: w + sum(weight * (trained - base)), or w + sum(weight * (trained - w))."""
@@ -175,6 +175,10 @@ class UpdateRejected(_Event):
     reason: str
     part: int = later(default=0)
 
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
+
 
 def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Metrics as they go on record: JSON has no word for NaN and infinity.
@@ -273,6 +277,10 @@ class Share:
     def __post_init__(self) -> None:
         if not (isfinite(self.weight) and self.weight >= 0):
             raise bad(self, "weight", "finite and 0 or more")
+
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
 
 
 @message

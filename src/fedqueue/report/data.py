@@ -20,6 +20,7 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import Command, parse
+from fedqueue.protocol.state import RunState
 from fedqueue.runs import SUMMARY
 
 Curve = Sequence[tuple[float, float]]
@@ -200,10 +201,12 @@ def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str
         why = f"{SUMMARY} cannot be read ({error})"
     meta = ledger.meta
     targets = meta["config"]["run"]["targets"]
-    tally = Tally(round_length=_round_length(meta), nodes=_nodes(meta), targets=targets)
+    nodes = _nodes(meta)
+    state = RunState(list(nodes))
+    tally = Tally(state, round_length=_round_length(meta), nodes=nodes, targets=targets)
     for event, wanted in ledger.steps():
         commands: list[Command] = [parse(kind, json.loads(text)) for kind, text in wanted]  # type: ignore[misc]
-        tally(event, commands)
+        state(event, commands)
     counted = tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0)
     return {**counted, "wall_seconds": None}, why  # the ledger does not know how long the computer took
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from fedqueue.config import Config
-from fedqueue.engine import Listener
+from fedqueue.metrics import Tally
 from fedqueue.protocol.contract import JobId
 from fedqueue.protocol.messages import (
     Event,
@@ -52,10 +52,10 @@ class Playback(Simulation):
             self._when(heard.event.at, heard.seq, self._tell, heard.event)
         self.run()
 
-    def submit_job(self, command: SubmitJob) -> None:
+    def _submit_job(self, command: SubmitJob) -> None:
         course = self._courses.get(command.order.job_id)
         if course is None:
-            super().submit_job(command)
+            super()._submit_job(command)
             return
         site = self._sites[command.order.facility]
         job = site.accept(command.order, self._now)
@@ -74,11 +74,11 @@ class Playback(Simulation):
         start_at = max(self._now, job.eligible_at + site.wait(job, self._now))
         self._at(start_at, JOBS, self._start, site, job, job.attempt)
 
-    def set_timer(self, command: SetTimer) -> None:
+    def _set_timer(self, command: SetTimer) -> None:
         late = self._rang_late.get((command.key, command.at))
         if late is not None:  # what was in hand then came first
             command = dataclasses.replace(command, at=late + SAME)
-        super().set_timer(command)
+        super()._set_timer(command)
 
     def _hear(self, site: Site, job: SimJob, event: Event) -> None:
         """It happens to this job as it did in the run."""
@@ -120,9 +120,10 @@ class Played:
 
     fates: Fates
     ordered: dict[JobId, float]
+    tally: Tally
 
 
-def simulate_recording(recording: Recording, config: Config, listeners: Sequence[Listener] = ()) -> Played:
+def simulate_recording(recording: Recording, config: Config) -> Played:
     """Run the config's strategy over the recording, in virtual time."""
     same = config.run.strategy == recording.strategy
     config = dataclasses.replace(config, fault=[])  # what struck is in the recording
@@ -130,7 +131,8 @@ def simulate_recording(recording: Recording, config: Config, listeners: Sequence
         RecordedSite(i, f.name, recording.jobs[f.name], config, same_strategy=same)
         for i, f in enumerate(config.facility)
     ]
-    played = Played({}, {})
+    strategy = make_strategy(config, recording.plan)
+    played = Played({}, {}, Tally.of(config, strategy.state, targets=[]))
 
     def collect(event: Event, commands: Sequence[object]) -> None:
         for command in commands:
@@ -149,8 +151,8 @@ def simulate_recording(recording: Recording, config: Config, listeners: Sequence
         config,
         sites,
         TimingOnly(0.0),
-        make_strategy(config, recording.plan),
-        [collect, *listeners],
+        strategy,
+        [collect],
         aggregate_seconds=lambda version: recording.model_seconds.get(version, typical),
     )
     simulation.play(recording if same else dataclasses.replace(recording, courses={}, outside=[], rang_late={}))

@@ -43,16 +43,12 @@ def simulate(
     learning, data_sizes = _learning(config, seed) if learned is None else learned
     plan = make_plan(config, sites, data_sizes)
     strategy = make_strategy(config, plan)
-    tally = Tally(
-        round_length=getattr(config.options(), "round_length", None) or config.run.round_length,
-        nodes={facility.name: facility.nodes for facility in config.facility},
-        targets=config.run.targets,
-    )
+    tally = Tally.of(config, strategy.state)
     ledger = None
     if folder is not None:
         meta = describe(config, plan, seed=seed, driver="simulation")
         ledger = Ledger(folder / FILE, {**meta, "roles": special(learning.roles)}, durable=False)
-    listening: list[Listener] = [tally, *listeners, *plugins.listeners(config, folder)]
+    listening: list[Listener] = [*listeners, *plugins.listeners(config, folder)]
     if ledger is not None:
         listening.insert(0, ledger)
     try:

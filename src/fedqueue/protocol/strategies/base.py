@@ -1,8 +1,8 @@
 """What every strategy shares, so that its own file holds only its algorithm.
 
-`Strategy.handle` takes an event and answers with commands. It keeps the books (which jobs are out, which
-facility may have work, which update has met its fate), treats failures the same way for all, and calls a few
-hooks that a strategy fills in:
+`Strategy.handle` takes an event and answers with commands. What is open it reads from a `RunState`, which is told both.
+It treats failures the same way for all, sees that each update meets one fate, and calls a few hooks that a strategy
+fills in:
 
     begin         the run starts
     idle          a facility may have work, and why: start, arrival, failure, rejoin
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from fedqueue.protocol.admit import Update
 from fedqueue.protocol.budget import wall_request
-from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, facility_of, job_id
+from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, UpdateKey, job_id
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -62,7 +62,8 @@ from fedqueue.protocol.messages import (
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.predict import Forecast
-from fedqueue.protocol.strategies.roster import Facility, Job
+from fedqueue.protocol.state import JobState, RunState
+from fedqueue.protocol.strategies.roster import Facility
 
 Why = Literal["start", "arrival", "failure", "rejoin"]
 
@@ -85,28 +86,31 @@ class Strategy:
         self.plan = plan
         self.options = options
         self.now = 0.0
-        self.ready = 0  # newest version that assignments may name
         self.made = 0  # newest version asked for
-        self.stopped: str | None = None  # why
+        self.state = RunState([profile.name for profile in plan.facilities])
         predictor = getattr(options, "predictor", "ewma")
         smoothing = getattr(options, "smoothing", 0.5)
-        self.facilities = {p.name: Facility(p, predictor, smoothing) for p in plan.facilities}
-        self._paused = False  # an operator said so
-        self._hindered = False  # the driver waits until a fault is mended
+        self.facilities = {
+            p.name: Facility(p, self.state.facilities[p.name], predictor, smoothing) for p in plan.facilities
+        }
         self._ending = False
         self._end_reason = "time is up"
         self._making: dict[int, list[Ingredient]] = {}  # what each version that is being made is made of
-        self._unsettled: dict[tuple[JobId, int], Update] = {}
+        self._unsettled: dict[UpdateKey, Update] = {}
         self._out: list[Command] = []
 
     def handle(self, event: Event) -> Sequence[Command]:
         """The only way in: what happened goes in, what we want comes out."""
         self.now = event.at
         self._out = []
-        if self.stopped is None:
+        effective = self.state.happened(event)
+        if self.stopped is not None:
+            if effective and isinstance(event, UpdateArrived):
+                self._record_fate(event.receipt.key, "after_end")
+        elif effective:
             _HANDLERS[type(event)](self, event)
-        elif isinstance(event, UpdateArrived):
-            self._after_end(event)
+        else:
+            self._ignore(event)
         return self._out
 
     # Hooks ----------------------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ class Strategy:
     def arrived(self, facility: Facility, update: Update) -> None:
         raise NotImplementedError
 
-    def started(self, facility: Facility, job: Job) -> None:
+    def started(self, facility: Facility, job: JobState) -> None:
         pass
 
     def model_ready(self) -> None:
@@ -136,16 +140,30 @@ class Strategy:
     def lost(self, facility: Facility) -> None:
         pass
 
-    def missed(self, job: Job) -> bool:
+    def missed(self, job: JobState) -> bool:
         """Whether the cutoff that this job aimed at has gone by; asked only of jobs that aimed at one."""
         return False
 
     # What strategies say --------------------------------------------------------------------------------
 
     @property
+    def ready(self) -> int:
+        """The newest version that assignments may name."""
+        return self.state.newest
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run is over; None: it is not."""
+        return self.state.stopped
+
+    def want(self, command: Command) -> None:
+        self._out.append(command)
+        self.state.wanted(command)
+
+    @property
     def holding(self) -> bool:
         """No new order is given now: the run is paused, about to end, or over."""
-        return self._paused or self._hindered or self._ending or self.stopped is not None
+        return self.state.held or self._ending or self.stopped is not None
 
     def free(self) -> list[Facility]:
         """Facilities that may have work and have no job out."""
@@ -174,7 +192,7 @@ class Strategy:
         else:
             train_seconds = 4 * self.plan.round_length
         order = Order(
-            job_id=job_id(facility.name, facility.next_sequence),
+            job_id=job_id(facility.name, facility.state.ordered),
             facility=facility.name,
             round=round,
             wall_seconds=self._wall(facility, train_seconds),
@@ -183,13 +201,11 @@ class Strategy:
             after=after,
             replaces=facility.replaces,
         )
-        facility.next_sequence += 1
         facility.replaces = None
-        facility.jobs[order.job_id] = Job(order, assignment, self.now)
-        self._out.append(SubmitJob(order=order))
+        self.want(SubmitJob(order=order))
         if assignment is not None:
             facility.newest_steps = assignment.steps
-            self._out.append(AssignWork(job_id=order.job_id, assignment=assignment))
+            self.want(AssignWork(job_id=order.job_id, assignment=assignment))
 
     def _wall(self, facility: Facility, train_seconds: float) -> float:
         asked = wall_request(train_seconds, facility.overhead, facility.stretch, facility.startup_allowance)
@@ -198,40 +214,41 @@ class Strategy:
         return asked
 
     def set_timer(self, key: str, at: float) -> None:
-        self._out.append(SetTimer(key=key, at=at))
+        self.want(SetTimer(key=key, at=at))
 
     def aggregate(self, weighed: Iterable[tuple[Update, float]], rule: Rule = "add_deltas") -> None:
         """Ask for the next version from these updates; it can be named once it is ready."""
         weighed = list(weighed)
         shares = tuple(
-            Share(job_id=u.receipt.job_id, attempt=u.receipt.attempt, weight=weight) for u, weight in weighed
+            Share(job_id=u.receipt.job_id, attempt=u.receipt.attempt, weight=weight, part=u.receipt.part)
+            for u, weight in weighed
         )
         command = Aggregate(from_version=self.made, to_version=self.made + 1, rule=rule, weights=shares)
-        self._out.append(command)
+        self.want(command)
         self._making[command.to_version] = [(u, u.staleness(self.made), weight) for u, weight in weighed]
         self.made += 1
 
     def settle(self, update: Update, fate: Fate, **facts: Scalar) -> None:
         """The one fate of an update."""
-        key = (update.receipt.job_id, update.receipt.attempt)
+        key = update.receipt.key
         del self._unsettled[key]
-        self._record_fate(*key, fate, aimed=update.aimed, deferred=update.deferred, **facts)
+        self._record_fate(key, fate, aimed=update.aimed, deferred=update.deferred, **facts)
 
     def record(self, kind: RecordKind, **facts: Scalar) -> None:
-        self._out.append(Record(kind=kind, facts=facts))
+        self.want(Record(kind=kind, facts=facts))
 
     def stop(self, reason: str) -> None:
         """End the run; updates that nobody used are after the end."""
         if self.stopped is None:
-            self.stopped = reason
             for version, ingredients in self._making.items():
                 for update, _, _ in ingredients:
                     self.settle(update, "after_end", reason=f"model {version} was not made before the run ended")
             for update in list(self._unsettled.values()):
                 self.settle(update, "after_end")
             for facility in self.facilities.values():
-                self._out.extend(CancelJob(job_id=job) for job in facility.jobs)
-            self._out.append(StopRun(reason=reason))
+                for job in list(facility.jobs):
+                    self.want(CancelJob(job_id=job))
+            self.want(StopRun(reason=reason))
 
     def forecast(self, facility: Facility) -> Forecast:
         return facility.issued or facility.predictor.forecast(self.now)
@@ -243,17 +260,7 @@ class Strategy:
             self.set_timer("end", self.plan.seconds)
         self.begin()
 
-    def _run_paused(self, event: RunPaused) -> None:
-        if event.reason:
-            self._hindered = True
-        else:
-            self._paused = True
-
     def _run_resumed(self, event: RunResumed) -> None:
-        if event.mended:
-            self._hindered = False
-        else:
-            self._paused = False
         for facility in self.free():
             self._offer(facility, "rejoin")
 
@@ -265,19 +272,13 @@ class Strategy:
         stands still, so it is the operator who ends the run.)"""
         if not self._ending:
             self._ending, self._end_reason = True, reason
-        if not self._making or self._hindered:
+        if not self._making or self.state.hindrance:
             self.stop(self._end_reason)
 
     def _coordinator_resumed(self, event: CoordinatorResumed) -> None:
-        for facility in self.facilities.values():
-            for job in facility.jobs.values():
-                job.out_of_reach = True  # the run clock stood still, its facility's did not
         self.resumed()
 
     def _model_ready(self, event: ModelReady) -> None:
-        if event.version != self.ready + 1 or event.version not in self._making:
-            return self._ignore(f"version {event.version} was not waited for")  # it is repeated
-        self.ready = event.version
         for update, staleness, weight in self._making.pop(event.version):
             self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version)
         if self.plan.rounds is not None and self.ready >= self.plan.rounds:
@@ -287,7 +288,6 @@ class Strategy:
         else:
             self.model_ready()
             self._stop_if_nobody_is_left()
-        return None
 
     def _model_scored(self, event: ModelScored) -> None:
         target = self.plan.stop_at_score
@@ -317,56 +317,37 @@ class Strategy:
     # Events: facilities ---------------------------------------------------------------------------------
 
     def _facility_joined(self, event: FacilityJoined) -> None:
-        facility = self.facilities.get(event.facility)
-        if facility is None:
-            return self._ignore(f"facility {event.facility} is not in the plan")
-        if facility.status == "drained" and facility.away:  # a lost connection does not undo what an operator asked
-            facility.away = False
-            return None
+        facility = self.facilities[event.facility]
+        if facility.status == "drained" and facility.state.came_back:
+            return  # a lost connection does not undo what an operator asked
         facility.failures = facility.suspensions = 0
-        facility.away = False
         self._rejoin(facility)
-        return None
 
-    def _facility_left(self, event: FacilityLeft) -> None:
-        self._withdraw(event.facility, "left")
-
-    def _facility_drained(self, event: FacilityDrained) -> None:
-        self._withdraw(event.facility, "drained")
-
-    def _forecast_issued(self, event: ForecastIssued) -> None:
-        if event.facility in self.facilities:
-            self.facilities[event.facility].issued = Forecast(event.mean, event.quantiles)
-
-    def _withdraw(self, name: str, status: Literal["left", "drained"]) -> None:
-        facility = self.facilities.get(name)
-        if facility is None or facility.status == status:
-            return
-        if status == "left":
-            facility.away = True
+    def _facility_withdrew(self, event: FacilityLeft | FacilityDrained) -> None:
+        facility = self.facilities[event.facility]
+        if facility.state.away:
             facility.issued = None  # nobody there will correct it
-            for job in facility.jobs.values():
-                job.out_of_reach = True
-        if facility.status != "drained":
-            facility.status = status
-        if facility.away or not facility.jobs:  # what a drained facility has will come
+        if facility.state.away or not facility.jobs:  # what a drained facility has will come
             self.lost(facility)
         self._stop_if_nobody_is_left()
 
+    def _forecast_issued(self, event: ForecastIssued) -> None:
+        self.facilities[event.facility].issued = Forecast(event.mean, event.quantiles)
+
     def _rejoin(self, facility: Facility) -> None:
-        if facility.status != "active":
-            facility.status = "active"
-            self.record("rejoined", facility=facility.name)
+        self._works_again(facility)
         self._offer(facility, "rejoin")
+
+    def _works_again(self, facility: Facility) -> None:
+        if facility.status != "active":
+            self.record("rejoined", facility=facility.name)
 
     def _suspend(self, facility: Facility, reason: str, *, for_good: bool) -> None:
         policy = self.plan.failures
         facility.suspensions += 1
         if for_good or facility.suspensions > policy.max_suspensions:
-            facility.status = "out"
             until = None
         else:
-            facility.status = "suspended"
             until = self.now + policy.suspend_seconds * 2 ** min(facility.suspensions - 1, 20)
             self.set_timer(f"rejoin/{facility.name}/{facility.suspensions}", until)
         self.record("suspended", facility=facility.name, reason=reason, until=until)
@@ -382,14 +363,8 @@ class Strategy:
 
     # Events: jobs ---------------------------------------------------------------------------------------
 
-    def _job_submitted(self, event: JobSubmitted) -> None:
-        """Our own order, confirmed: the books have it since it was given."""
-
     def _submit_refused(self, event: SubmitRefused) -> None:
-        facility, job = self._find(event.job_id, None)
-        if facility is None or job is None:
-            return
-        del facility.jobs[event.job_id]
+        facility, job = self._touched()
         facility.replaces = job.order.replaces
         if not event.transient:
             self.record("failure", job=event.job_id, reason=event.reason, transient=False)
@@ -401,15 +376,9 @@ class Strategy:
             self.set_timer(f"retry/{facility.name}", self.now + wait)
 
     def _job_started(self, event: JobStarted) -> None:
-        facility, job = self._find(event.job_id, None)
-        repeated = job is not None and event.attempt == job.attempt and job.started_at is not None
-        if facility is None or job is None or event.attempt < job.attempt or repeated:
-            return
-        job.attempt = event.attempt
-        job.started_at = self.now - event.ago
+        facility, job = self._touched()
         facility.refusals = 0
         if event.bound is not None:
-            job.assignment = event.bound
             facility.newest_steps = event.bound.steps
         if self.observes_starts:
             facility.predictor.observe(self.now, event.admission_delay)
@@ -417,42 +386,30 @@ class Strategy:
             self.started(facility, job)
 
     def _job_requeued(self, event: JobRequeued) -> None:
-        _, job = self._find(event.job_id, None)
-        if job is None or event.attempt <= job.attempt:
-            return
-        job.attempt = event.attempt
-        job.started_at = None
-        job.ended = False
         if event.attempt > self.plan.failures.max_requeues:
-            self._out.append(CancelJob(job_id=event.job_id))
+            self.want(CancelJob(job_id=event.job_id))
             self._failure(event.job_id, event.attempt, f"requeued {event.attempt} times: {event.reason}", True)
 
     def _job_ended(self, event: JobEnded) -> None:
-        facility, job = self._find(event.job_id, event.attempt)
-        if facility is not None and job is not None and not job.ended:
-            job.ended = True
-            facility.measure(event.steps_done, event.train_seconds)
+        self._touched()[0].measure(event.steps_done, event.train_seconds)
 
     def _job_failed(self, event: JobFailed) -> None:
-        facility, _ = self._find(event.job_id, event.attempt)
-        if facility is not None and event.reason == WALL_TIME and facility.startup_allowance is not None:
+        facility, _ = self._touched()
+        if event.reason == WALL_TIME and facility.startup_allowance is not None:
             facility.outlasted = event.held_seconds
         self._failure(event.job_id, event.attempt, event.reason, event.transient)
 
     def _update_rejected(self, event: UpdateRejected) -> None:
-        self._reject(event.job_id, event.attempt, event.reason)
+        self._reject(event.key, event.reason)
 
-    def _reject(self, job: JobId, attempt: int, reason: str) -> None:
-        if self._failure(job, attempt, reason, True):
-            self._record_fate(job, attempt, "rejected", reason=reason)
+    def _reject(self, key: UpdateKey, reason: str) -> None:
+        job, attempt, _ = key
+        self._failure(job, attempt, reason, True)
+        self._record_fate(key, "rejected", reason=reason)
 
-    def _failure(self, job: JobId, attempt: int, reason: str, transient: bool) -> bool:
-        """Close a job that brought nothing; try again, or leave its facility alone. False: it was closed before."""
-        facility, known = self._find(job, attempt)
-        if facility is None or known is None:
-            self._ignore(f"{job} attempt {attempt} is not open")
-            return False
-        del facility.jobs[job]
+    def _failure(self, job: JobId, attempt: int, reason: str, transient: bool) -> None:
+        """A job is over that brought nothing; try again, or leave its facility alone."""
+        facility, _ = self._touched()
         facility.failures += 1
         facility.replaces = job
         if reason == WALL_TIME:
@@ -467,77 +424,80 @@ class Strategy:
         if facility.status == "drained" and not facility.jobs:
             self.lost(facility)
         self._stop_if_nobody_is_left()
-        return True
 
     def _update_arrived(self, event: UpdateArrived) -> None:
         receipt = event.receipt
-        facility, job = self._find(receipt.job_id, receipt.attempt)
-        if facility is None or job is None:
-            return self._ignore(f"update of {receipt.job_id} attempt {receipt.attempt}: repeated or superseded")
+        facility, job = self._touched()
         given = job.assignment.base_version if job.assignment is not None else min(receipt.base_version, self.ready)
         if receipt.base_version != given:
-            return self._reject(receipt.job_id, receipt.attempt, f"it says version {receipt.base_version}, not {given}")
+            return self._reject(receipt.key, f"it says version {receipt.base_version}, not {given}")
         if self._ending:
-            return self._after_end(event)
-        del facility.jobs[receipt.job_id]
+            return self._record_fate(receipt.key, "after_end")
         if not self.observes_starts:
             facility.predictor.observe(self.now, receipt.admission_delay)
-        if not job.ended:
+        if job.phase != "ended":
             facility.measure(receipt.steps_done, receipt.train_seconds)
         if job.started_at is not None and not job.out_of_reach:
             facility.learn_overhead(self.now - job.started_at - receipt.train_seconds)
         facility.failures = facility.suspensions = 0
         facility.stretch, facility.outlasted = 1.0, 0.0
-        if facility.status in ("suspended", "out"):  # it works after all
-            facility.status = "active"
-            self.record("rejoined", facility=facility.name)
-        aimed = job.assignment is not None and job.assignment.cutoff is not None
+        if facility.status in ("suspended", "out"):
+            self._works_again(facility)
+        aimed = job.cutoff is not None
         update = Update(receipt, facility.name, self.now, aimed, aimed and self.missed(job))
-        self._unsettled[receipt.job_id, receipt.attempt] = update
+        self._unsettled[receipt.key] = update
         self.arrived(facility, update)
         self._offer(facility, "arrival")
         self._stop_if_nobody_is_left()
         return None
 
-    def _after_end(self, event: UpdateArrived) -> None:
-        receipt = event.receipt
-        facility, job = self._find(receipt.job_id, receipt.attempt)
-        if facility is not None and job is not None:
-            del facility.jobs[receipt.job_id]
-            self._record_fate(receipt.job_id, receipt.attempt, "after_end")
-
-    # Books ----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------
 
     def _offer(self, facility: Facility, why: Why) -> None:
         if not self.holding and facility.status == "active" and not facility.jobs:
             self.idle(facility, why)
 
-    def _find(self, job: JobId, attempt: int | None) -> tuple[Facility | None, Job | None]:
-        """The open job of this id, if its current attempt is the one meant."""
-        facility = self.facilities.get(facility_of(job))
-        known = facility.jobs.get(job) if facility is not None else None
-        if known is None or (attempt is not None and attempt != known.attempt):
-            return None, None
-        return facility, known
+    def _touched(self) -> tuple[Facility, JobState]:
+        """The job that this event is about."""
+        job = self.state.job
+        assert job is not None
+        return self.facilities[job.order.facility], job
 
-    def _record_fate(self, job: JobId, attempt: int, fate: Fate, /, **facts: Scalar) -> None:
-        self.record("fate", job=job, attempt=attempt, fate=fate, **facts)
+    def _record_fate(self, key: UpdateKey, fate: Fate, /, **facts: Scalar) -> None:
+        job, attempt, part = key
+        self.record("fate", job=job, attempt=attempt, **({"part": part} if part else {}), fate=fate, **facts)
 
-    def _ignore(self, what: str) -> None:
+    def _ignore(self, event: Event) -> None:
+        """It took no effect: it is repeated, or of an attempt that was superseded."""
+        match event:
+            case JobFailed(job_id=job, attempt=attempt) | UpdateRejected(job_id=job, attempt=attempt):
+                what = f"{job} attempt {attempt} is not open"
+            case UpdateArrived(receipt=receipt):
+                what = f"update of {receipt.job_id} attempt {receipt.attempt}: repeated or superseded"
+            case ModelReady(version=version):
+                what = f"version {version} was not waited for"
+            case FacilityJoined(facility=name):
+                what = f"facility {name} is not in the plan"
+            case _:
+                return
         self.record("ignored", what=what)
+
+
+def _nothing_to_decide(strategy: Strategy, event: Event) -> None:
+    """The state has it."""
 
 
 _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     RunStarted: Strategy._run_started,
-    RunPaused: Strategy._run_paused,
+    RunPaused: _nothing_to_decide,
     RunResumed: Strategy._run_resumed,
     StopRequested: Strategy._stop_requested,
     CoordinatorResumed: Strategy._coordinator_resumed,
     FacilityJoined: Strategy._facility_joined,
-    FacilityLeft: Strategy._facility_left,
-    FacilityDrained: Strategy._facility_drained,
+    FacilityLeft: Strategy._facility_withdrew,
+    FacilityDrained: Strategy._facility_withdrew,
     ForecastIssued: Strategy._forecast_issued,
-    JobSubmitted: Strategy._job_submitted,
+    JobSubmitted: _nothing_to_decide,
     SubmitRefused: Strategy._submit_refused,
     JobStarted: Strategy._job_started,
     JobRequeued: Strategy._job_requeued,

@@ -17,8 +17,9 @@ from fedqueue.protocol.admit import Buffer, Update
 from fedqueue.protocol.checks import at_least, more_than, share
 from fedqueue.protocol.contract import Assignment
 from fedqueue.protocol.plan import Plan
+from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Strategy, Why
-from fedqueue.protocol.strategies.roster import Facility, Job
+from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.weigh import polynomial_discount
 
 
@@ -96,7 +97,7 @@ class FedCompass(Strategy):
     def lost(self, facility: Facility) -> None:
         self._leave_group(facility)
 
-    def missed(self, job: Job) -> bool:
+    def missed(self, job: JobState) -> bool:
         return job.order.facility not in self._group_of
 
     def _send(self, facility: Facility) -> None:

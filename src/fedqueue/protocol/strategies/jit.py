@@ -20,8 +20,9 @@ from fedqueue.protocol.budget import choose_round_length, longest_stay
 from fedqueue.protocol.checks import one_of, share
 from fedqueue.protocol.contract import Assignment, JobId, Standing, facility_of
 from fedqueue.protocol.messages import PostWork
+from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Why
-from fedqueue.protocol.strategies.roster import Facility, Job
+from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.rounds import RoundOptions, RoundStrategy
 
 LIKELY: Final = (0.05, 0.95)  # the quantiles of the wait between which a job is likely to start
@@ -65,12 +66,12 @@ class Jit(RoundStrategy):
         self._post(facility)
         self._submit(facility)
 
-    def started(self, facility: Facility, job: Job) -> None:
+    def started(self, facility: Facility, job: JobState) -> None:
         if self.options.pipeline != "timed":
             self._follow(facility, job)
-        elif job.assignment is not None and job.assignment.cutoff is not None:
+        elif job.cutoff is not None:
             head_start = self.forecast(facility).quantile(self.options.lead)
-            self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.assignment.cutoff - head_start))
+            self.set_timer(f"submit/{job.order.job_id}", max(self.now, job.cutoff - head_start))
 
     def arrived(self, facility: Facility, update: Update) -> None:
         super().arrived(facility, update)
@@ -78,7 +79,7 @@ class Jit(RoundStrategy):
             for job in list(facility.jobs.values()):  # one that began before this one ended
                 self._follow(facility, job)
 
-    def _follow(self, facility: Facility, job: Job) -> None:
+    def _follow(self, facility: Facility, job: JobState) -> None:
         """Submit the job after this one, if it runs and is the only one out."""
         running_alone = job.started_at is not None and len(facility.jobs) == 1 and facility.profile.max_jobs > 1
         if self.holding or not running_alone or facility.steps_per_second is None:
@@ -124,7 +125,7 @@ class Jit(RoundStrategy):
         standing = self._standing(facility, facility.steps_per_second)
         if standing != facility.posted:
             facility.posted = standing
-            self._out.append(PostWork(facility=facility.name, standing=standing))
+            self.want(PostWork(facility=facility.name, standing=standing))
 
     def _standing(self, facility: Facility, steps_per_second: float) -> Standing:
         return Standing(

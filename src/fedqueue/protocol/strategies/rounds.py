@@ -13,8 +13,9 @@ from fedqueue.protocol.checks import at_least, more_than, one_of, share
 from fedqueue.protocol.contract import Scaling
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.predict import check_name
+from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Strategy
-from fedqueue.protocol.strategies.roster import Facility, Job
+from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.weigh import Decay, discount, normalised
 
 
@@ -88,7 +89,7 @@ class RoundStrategy(Strategy):
             waiting = [j for j in facility.jobs.values() if j.started_at is None and j.order.after is None]
             if waiting:
                 # Not less than nothing, should an event come out of order.
-                waited = max(0.0, self.now - min(j.submitted_at for j in waiting))
+                waited = max(0.0, self.now - min(j.ordered_at for j in waiting))
                 facility.predictor.still_waiting(self.now, waited)
 
     def next_round_length(self) -> float:
@@ -113,13 +114,9 @@ class RoundStrategy(Strategy):
         self.last_cutoff = self.now
         self.round += 1
 
-    def missed(self, job: Job) -> bool:
+    def missed(self, job: JobState) -> bool:
         # By the order of events, not by clock readings: the cutoff fired before the update came.
-        return (
-            job.assignment is not None
-            and job.assignment.cutoff is not None
-            and (job.assignment.cutoff <= self.last_cutoff)
-        )
+        return job.cutoff is not None and job.cutoff <= self.last_cutoff
 
     @property
     def next_cutoff(self) -> float:
