@@ -34,7 +34,7 @@ from fedqueue.coordinator.transfers import BlobConflict, BlobError, have, receiv
 from fedqueue.errors import ConfigError
 from fedqueue.failpoints import failpoint
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import Answer, one_line, sequence_of
+from fedqueue.protocol.contract import Address, Answer, Invitation, one_line, sequence_of
 from fedqueue.protocol.reports import Foreseen, Handin, Poll, Scored, Started
 from fedqueue.tensorfile import TensorFileError, UnreadableFileError
 
@@ -52,7 +52,7 @@ SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
 Who = Literal["anyone", "facility", "operator"]
-Reply = Response | Answer | Json
+Reply = Response | Answer | Invitation | Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Endpoint:
 
 
 class Api:
-    def __init__(self, coordinator: Coordinator, access: Access, address: Callable[[], Json]) -> None:
+    def __init__(self, coordinator: Coordinator, access: Access, address: Address) -> None:
         self.coordinator = coordinator
         self.access = access
         self.facility_api = FacilityApi(coordinator)
@@ -314,12 +314,13 @@ async def _steer(api: Api, call: Call) -> Json:
     return {"done": word, "hindrance": api.coordinator.state.hindrance}
 
 
-async def _facility(api: Api, call: Call) -> Json:
+async def _facility(api: Api, call: Call) -> Reply:
     name, word = call.path["facility"], call.path["word"]
     if name not in api.coordinator.names:
         raise Refused(404, f"there is no facility {name!r}; there are {', '.join(api.coordinator.names)}")
     if word == "invite":
-        return {"token": await api.ask(lambda: api.access.invite(name)), **api.address()}
+        token, at = await api.ask(lambda: api.access.invite(name)), api.address
+        return Invitation(url=at.url, token=token, certificate=at.certificate, run=at.run)
     if word == "revoke":
         had = await api.ask(lambda: api.access.revoke(name))
         await api.uploads.end_all(name)

@@ -158,7 +158,7 @@ def read(kind: type[T], given: Any, where: str) -> T:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where or 'it'}: must be a table, found {given!r}")
     hints = _hints(kind)
-    fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     parts = {name: [f.name for f in dataclasses.fields(hints[name])] for name in fields if _is_inline(fields[name])}
     allowed = [key for name in fields for key in parts.get(name, [name])]
     for key in given:

@@ -213,6 +213,28 @@ class ModelFile:
             raise ValueError("sha256 must be 64 hexadecimal digits")
 
 
+@message
+class Address:
+    """address.json of a run's folder: where its coordinator is, for facilities and for commands on its machine."""
+
+    url: str
+    certificate: Optional[str]  # PEM, where it is of the coordinator's own making
+    run: str
+    local: str  # the URL on its own machine
+    port: int
+    ca: Optional[str]  # the certificate's file there
+
+
+@message
+class Invitation:
+    """All that a facility needs to enrol; good once."""
+
+    url: str
+    token: str
+    certificate: Optional[str]
+    run: str  # tells runs apart, whatever their names
+
+
 # What a coordinator answers -----------------------------------------------------------------------------
 # It may ask for work and offer models. It has no say in what runs at a facility, or where files go; so what it sends
 # are numbers, digests and words from short lists, and an agent takes nothing else.

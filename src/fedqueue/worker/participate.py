@@ -31,6 +31,7 @@ from fedqueue.worker.handin import (
     FILE_PATIENCE,
     Header,
     ParticipateError,
+    Tensors,
     check_libraries,
     choose,
     describe,
@@ -178,7 +179,7 @@ class Work:
         """The safetensors file of the base model: the tensors that the run declares."""
         return Path(self._taken.model)
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
         if self._ranks.connected:
             return broadcast_model(self._ranks, self.model_path, self._header)
