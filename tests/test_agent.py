@@ -99,7 +99,7 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
 def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache, None)
+    evaluation = Evaluation(station, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
     ended_job(station)
@@ -119,7 +119,7 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
 
 def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache, None)
+    evaluation = Evaluation(station, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
     station.notes.note(Closed(node_seconds=4000.0))

@@ -58,12 +58,21 @@ class Outer:
     fourth: int = later(default=0)
 
 
+@message
+class Outermost:
+    outer: Outer = inline()
+    fifth: str
+
+
 def test_a_part_stands_among_the_fields_of_the_whole_and_a_later_field_only_where_it_says_something() -> None:
     plain, more = Outer(inner=Inner(first=1), third=2.0), Outer(inner=Inner(first=1, second="b"), third=2.0, fourth=3)
     assert json.loads(encode(plain)) == {"first": 1, "second": "", "third": 2.0}
     assert json.loads(encode(more)) == {"first": 1, "second": "b", "third": 2.0, "fourth": 3}
     for outer in (plain, more):
         assert read(Outer, json.loads(encode(outer)), "") == outer
+        most = Outermost(outer=outer, fifth="e")
+        assert json.loads(encode(most)) == {**json.loads(encode(outer)), "fifth": "e"}
+        assert read(Outermost, json.loads(encode(most)), "") == most
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from fedqueue import PROTOCOL
 from fedqueue.agent.agent_state import Memory, Notes, Received, Reported, RunOver, Work
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
-from fedqueue.agent.job_folder import JobFolder, script
+from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.journal import Lease
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.model_cache import ModelCache
@@ -44,7 +43,6 @@ from fedqueue.protocol.contract import (
     Answer,
     JobOrder,
     Order,
-    OrderFile,
     job_id,
     sequence_of,
 )
@@ -73,10 +71,10 @@ class Agent:
         self._met = False  # the coordinator, since we started
         self._transport = transport
         scheduler = make_scheduler(config.scheduler, home)
-        self._station = Station(config, home, facility, scheduler, Notes(home), say, run)
+        worker = stage_worker(home) if config.agent.stage_worker else None
+        self._station = Station(config, home, facility, scheduler, Notes(home), say, run=run, worker=worker)
         self._model_cache = ModelCache(home, transport, self._station.clock, self._station.trouble)
-        self._worker = stage_worker(home) if config.agent.stage_worker else None
-        self._evaluation = Evaluation(self._station, self._model_cache, self._worker)
+        self._evaluation = Evaluation(self._station, self._model_cache)
         self._delivery = Delivery(self._station, transport)
         self._watching = Watching(self._station, self._delivery.on_its_way)
         self._live_forecast = LiveForecast(self._station)
@@ -342,7 +340,9 @@ class Agent:
             folder.put_aside()  # of a job that is not in this journal, and may still run
         wall = self._station.wall(work)
         self._station.check_cap(wall)
-        folder.prepare(self._order_file(work, wall), self._script(folder, work))
+        model = self._model_cache.path(work.job.model) if work.job.model is not None else None
+        order, command = replace(work.order, wall_seconds=wall), self._station.settings.command
+        self._station.prepare(folder, work.name, order, command, work.job.assignment, model)
         before = self._memory.works.get(sequence_of(work.order.after)) if work.order.after is not None else None
         request = JobRequest(
             name=work.name,
@@ -375,28 +375,4 @@ class Agent:
                 Refused, sequence=work.sequence, reason=reason[:REASON_LENGTH], transient=transient
             ),
             self._station.closing(work, 0.0),
-        )
-
-    def _order_file(self, work: Work, wall: float) -> OrderFile:
-        job = work.job
-        return OrderFile(
-            protocol=PROTOCOL,
-            name=work.name,
-            order=replace(job.order, wall_seconds=wall),
-            nodes=self._station.nodes,
-            standing=str(self._model_cache.standing_path),
-            state_dir=str(self._station.home / "state"),
-            assignment=job.assignment,
-            model=str(self._model_cache.path(job.model)) if job.model is not None else None,
-            run=self._station.run,
-        )
-
-    def _script(self, folder: JobFolder, work: Work) -> str:
-        return script(
-            folder,
-            command=self._station.settings.command,
-            before=self._station.settings.before,
-            environment=self._station.settings.environment,
-            python_path=self._worker,
-            label=work.order.job_id,
         )

@@ -21,6 +21,7 @@ from fedqueue.runs import write_json
 
 T = TypeVar("T")
 
+STANDING: Final = "standing.json"  # in a home
 WORDS_READ: Final = 8192  # bytes of a job's output
 WORDS_LENGTH: Final = 200
 
@@ -131,7 +132,6 @@ def _read(kind: type[T], path: Path) -> T | None:
 
 def script(
     folder: JobFolder,
-    *,
     command: str,
     before: Sequence[str],
     environment: Mapping[str, str],

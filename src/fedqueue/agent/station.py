@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from fedqueue import PROTOCOL
 from fedqueue.agent.agent_state import Closed, Memory, Notes, Work
-from fedqueue.agent.job_folder import JobFolder
+from fedqueue.agent.job_folder import STANDING, JobFolder, script
 from fedqueue.agent.schedulers import (
     JobStatus,
     Scheduler,
@@ -19,7 +20,7 @@ from fedqueue.agent.schedulers import (
 )
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.filetime import FileClock
-from fedqueue.protocol.contract import REASON_LENGTH, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, Assignment, Order, OrderFile, one_line
 from fedqueue.protocol.reports import MOST_TROUBLES, Failed, Trouble
 
 SCORING_SECONDS: Final = 1800.0
@@ -37,7 +38,9 @@ class Station:
         scheduler: Scheduler,
         notes: Notes,
         say: Callable[[str], None],
+        *,
         run: str = "",
+        worker: Path | None = None,
     ) -> None:
         self.scheduling = config.scheduler
         self.settings = config.agent
@@ -47,6 +50,7 @@ class Station:
         self.notes = notes
         self.say = say
         self.run = run  # which one; empty: an invitation of before did not say
+        self._worker = worker  # for the PYTHONPATH of jobs
         self._troubles: dict[str, tuple[str, float]] = {}  # what, and since when (monotonic)
 
     @property
@@ -64,6 +68,24 @@ class Station:
 
     def folder(self, work: Work) -> JobFolder:
         return JobFolder(self.home, str(work.sequence))
+
+    def prepare(
+        self, folder: JobFolder, name: str, order: Order, command: str, work: Assignment | None, model: Path | None
+    ) -> None:
+        """All that a job will read, in its folder."""
+        file = OrderFile(
+            protocol=PROTOCOL,
+            name=name,
+            order=order,
+            nodes=self.nodes,
+            standing=str(self.home / STANDING),
+            state_dir=str(self.home / "state"),
+            assignment=work,
+            model=None if model is None else str(model),
+            run=self.run,
+        )
+        before, environment = self.settings.before, self.settings.environment
+        folder.prepare(file, script(folder, command, before, environment, self._worker, label=order.job_id))
 
     def wall(self, work: Work) -> float:
         """Seconds to ask the scheduler for."""

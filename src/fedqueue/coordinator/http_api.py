@@ -27,7 +27,7 @@ from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import OPERATOR, Access
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
-from fedqueue.coordinator.limits import Limits, Uploads
+from fedqueue.coordinator.limits import Limits, Update, Uploads
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, openapi
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, have, receive, send_file
@@ -264,17 +264,12 @@ async def _model(api: Api, call: Call) -> Response:
 
 
 async def _offset(api: Api, call: Call) -> Json:
-    at = call.path
-    path = await api.ask(lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], 8))
-    return {"offset": have(path)}
+    return {"offset": have(await api.ask(lambda: api.facility_api.may_upload(_update(call), 8)))}
 
 
 async def _upload(api: Api, call: Call) -> Json:
-    at, update = call.path, _update(call)
-    size = at["bytes"]
-    path = await api.ask(
-        lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], size)
-    )
+    at, update, size = call.path, _update(call), call.path["bytes"]
+    path = await api.ask(lambda: api.facility_api.may_upload(update, size))
     there = await api.uploads.write(
         update, lambda: receive(call.request, path, offset=at["offset"], total=size), lambda: have(path)
     )
@@ -284,21 +279,21 @@ async def _upload(api: Api, call: Call) -> Json:
 
 
 async def _commit(api: Api, call: Call) -> Reply:
-    at, update = call.path, _update(call)
+    update = _update(call)
     _must_be_this_run(api, call)
     if call.body.part:
         raise Refused(422, "part must be 0: a job of this run hands in once")
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
         over = partial(api.uploads.release, update)
-        answer = await api.facility_api.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
+        answer = await api.facility_api.commit(update, call.body, over)
         if answer.status == "checking":
             goes_on()
     return _Json(answer, 202 if answer.status == "checking" else 200)
 
 
-def _update(call: Call) -> tuple[str, int, int, str]:
-    return call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"]
+def _update(call: Call) -> Update:
+    return Update(call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"])
 
 
 async def _status(api: Api, call: Call) -> Json:
