@@ -17,9 +17,9 @@ from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_sc
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.station import Station
 from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.files import write_json
 from fedqueue.protocol.contract import Assignment, EvaluationRequest, JobOrder, ModelFile, Order, Verdict
 from fedqueue.protocol.reports import Ended, Started
-from fedqueue.runs import write_json
 from tests.slurm import wait_for
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedqueue
+from fedqueue.agent.job_folder import JobFolder
 from fedqueue.protocol import budget
 from fedqueue.protocol.binding_rule import fit, linger_until
 from fedqueue.protocol.contract import Standing
@@ -167,7 +168,7 @@ def test_job_does_its_steps_and_hands_in(
     assert set(update) == {"w", "b"}  # what is not declared stays on site
     assert (update["w"] == 2.0).all()
     left = {path.name for path in (tmp_path / "jobs/3/attempt-0").iterdir()}
-    assert left == {"started", "assignment.json", "update.safetensors", "result.json"}
+    assert left == {"started", "alive", "assignment.json", "update.safetensors", "result.json"}
 
 
 def test_training_stops_when_its_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +181,24 @@ def test_training_stops_when_its_budget_is_spent(tmp_path: Path, monkeypatch: py
     result = result_of(tmp_path)
     assert result["stopped_by"] == "deadline"
     assert result["steps_done"] >= 1
+
+
+@pytest.mark.parametrize(("between", "signs"), [(0.0, 3), (1e9, 1)])
+def test_signs_of_life_tell_how_long_a_job_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: float, signs: int
+) -> None:
+    monkeypatch.setattr("fedqueue.worker.participate.SIGN_SECONDS", between)
+    environment = make_job(tmp_path, steps=3)
+    enter(monkeypatch, environment)
+    job = Path(environment["FEDQUEUE_JOB"])
+    stamps = []
+    with participate() as work:
+        for _ in work.steps():
+            stamps.append(JobFolder(job.parent.parent, job.name).alive(0))
+            time.sleep(0.05)
+        work.submit(TRAINED)
+    assert len(set(stamps)) == signs
+    assert None not in stamps
 
 
 def test_step_that_would_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from tests.sites import Site
 from tests.slurm import wait_for
 
 CHAIN = {"min_steps": 3, "pipeline": "chain"}
+WAIT = 5.0
+"""Seconds that a job waits between its two runs."""
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def call(pbs: StandIn, command: str, *arguments: str) -> None:
 
 @contextmanager
 def run_of(folder: Path, pbs: StandIn, strategy: str = "jit", rounds: int = 8, **changes: Any) -> Iterator[Run]:
-    options = CHAIN if strategy == "jit" else {"steps": 5}
+    options = changes.pop("options", CHAIN if strategy == "jit" else {"steps": 5})
     length = {"round_length": 2.0} if strategy == "jit" else {}
     only = [{"name": "only"}]
     tree = tree_of(strategy, rounds=rounds, port=free_port(), options=options, facility=only, run=length)
@@ -195,26 +197,43 @@ def test_a_variable_of_one_job_hides_no_job(pbs: StandIn, site: Site, tabs: bool
 # Again ----------------------------------------------------------------------------------------------------
 
 
-def test_a_rerun_between_two_polls_has_its_own_wait_and_its_own_held_time(tmp_path: Path, pbs: StandIn) -> None:
-    """PBS forgets when the first run ended once the second has; that the job waited in between nobody saw. So the first
-    counts as held until the second began: no second is counted twice, and none is lost."""
+@pytest.mark.parametrize("away_until", ["the end", "the start"])
+@pytest.mark.parametrize("signs", [True, False], ids=["signs of life", "no sign"])
+def test_a_rerun_between_two_polls_has_its_own_wait_and_its_own_held_time(
+    tmp_path: Path, pbs: StandIn, signs: bool, away_until: str
+) -> None:
+    """PBS forgets when the first run ended once the second has. The job's own signs of life tell it; without them the
+    first counts as held until the second began. No second is counted twice, and none is lost."""
     pbs.slots = 1
-    wishes = {"odd": {"0": "slow"}, "slow_seconds": 600.0}
-    with run_of(tmp_path, pbs, "fedavg", rounds=3, wishes=wishes) as run:
+    wishes = {"odd": {"0": "slow"}, "slow_seconds": 600.0, "signs": signs}
+    wishes["train_seconds"] = 600.0 if away_until == "the start" else 0.1
+    with run_of(tmp_path, pbs, "fedavg", rounds=1, wishes=wishes, options={"steps": 30_000}) as run:
         run.run_until(lambda: run.happened(JobStarted, "only/0"), "it runs")
         run.stop("only")
         job = pbs.of("-0")
         first = job.started or 0.0
+        pbs.slots = 0
         call(pbs, "qrerun", job.id)
-        wait_for(lambda: job.state == "F", 60.0, "the end of its second run")
-        second, ended = job.started or 0.0, job.ended or 0.0
-        wait_for(lambda: time.time() > ended + 4.0, 60.0, "the agent is away for a while longer")
+        wait_for(lambda: job.state == "Q", 60.0, "the end of its first run")
+        interrupted = job.ended or 0.0
+        wait_for(lambda: time.time() > interrupted + WAIT, 60.0, "it waits again")
+        pbs.slots = 1
+        reached = "F" if away_until == "the end" else "R"
+        wait_for(lambda: job.state == reached, 60.0, f"{away_until} of its second run")
+        second = job.started or 0.0
+        again = run.home("only") / "jobs/0/attempt-1/started"
+        wait_for(lambda: again.exists() and time.time() > second + 4.0, 60.0, "the agent is away for a while longer")
         run.start("only")
-        run.run_to_end()
+        run.run_until(lambda: ("only/0", 1) in incarnations(run), "its second start")
+        if away_until == "the start":
+            call(pbs, "qdel", job.id)
+        run.run_until(lambda: incarnations(run)["only/0", 1]["held_seconds"] is not None, "its second end")
         rows = incarnations(run)
-        own = rows["only/0", 0]["held_seconds"] + rows["only/0", 1]["admission_delay"]
-        assert abs(own - (second - first)) <= 1.5
-        assert abs(rows["only/0", 1]["held_seconds"] - (ended - second)) <= 1.5
+        held, waited = rows["only/0", 0]["held_seconds"], rows["only/0", 1]["admission_delay"]
+        known = signs or away_until == "the start"
+        assert abs(held - ((interrupted if known else second) - first)) <= 1.5
+        assert abs(waited - (second - interrupted if known else 0.0)) <= 1.5
+        assert abs(rows["only/0", 1]["held_seconds"] - ((job.ended or 0.0) - second)) <= 1.5
 
 
 def test_the_held_time_of_a_failed_run_ends_with_it_however_late_the_agent_looks(tmp_path: Path, pbs: StandIn) -> None:

@@ -44,7 +44,7 @@ from fedqueue.protocol.messages import (
     UpdateRejected,
 )
 from fedqueue.protocol.predict import PREDICTORS
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site
 from tests.conftest import STRATEGY_NAMES, Trace
@@ -183,7 +183,7 @@ def run(
         trace.append((event, list(commands)))
         assert len(trace) < 200_000, "the run does not end"
 
-    simulation = Simulation(config, sites, TimingOnly(1.0), strategy, [listen])
+    simulation = Simulation(config, sites, Learning(1.0), strategy, [listen])
     for event in operator:
         simulation._at(event.at, JOBS, simulation._tell, event)
     simulation.run()

@@ -221,3 +221,13 @@ _COUNTED: Final[dict[type, Callable[[Tally, Any, Any], None]]] = {
     UpdateRejected: Tally._update_rejected,
     ModelScored: Tally._model_scored,
 }
+
+
+def best_of(scores: Mapping[int, float | None]) -> int | None:
+    """The version with the highest score, the oldest of equals.
+
+    >>> best_of({0: 0.5, 1: None, 2: 0.9, 3: 0.9})
+    2
+    """
+    known = {version: score for version, score in sorted(scores.items()) if score is not None}
+    return max(known, key=lambda version: known[version], default=None)

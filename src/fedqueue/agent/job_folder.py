@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 
 from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
 from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.files import write_json
 from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import BoundFile, OrderFile, Result, one_line
-from fedqueue.runs import write_json
 
 T = TypeVar("T")
 
@@ -88,8 +88,12 @@ class JobFolder:
         return self.path / f"attempt-{number}"
 
     def started(self, number: int) -> float | None:
-        """When it began, by the clock of the file system; so are the next two."""
+        """When it began, by the clock of the file system; so are the next three."""
         return _stamp(self.attempt(number) / "started")
+
+    def alive(self, number: int) -> float | None:
+        """When it last gave a sign of life; None: it gives none."""
+        return _stamp(self.attempt(number) / "alive")
 
     def took_work(self, number: int) -> float | None:
         return _stamp(self.attempt(number) / "bound.json")

@@ -17,10 +17,10 @@ from fedqueue.agent.agent_state import Work
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.station import Station
 from fedqueue.errors import FedQueueError
+from fedqueue.files import write_json
 from fedqueue.forecasting.state import Kind, Listed, events, tell_differences
 from fedqueue.protocol.predict.base import Forecast
 from fedqueue.protocol.reports import Foreseen
-from fedqueue.runs import write_json
 
 if TYPE_CHECKING:
     from fedqueue.forecasting.boosting import Boosting

@@ -15,10 +15,10 @@ from fedqueue.agent.job_folder import STANDING
 from fedqueue.agent.transport import Transport
 from fedqueue.errors import ConfigError, FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.files import write_json
 from fedqueue.filetime import FileClock
 from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import ModelFile, PostedWork, StandingFile
-from fedqueue.runs import write_json
 
 GRACE_SECONDS: Final = 60.0
 """A model that was replaced stays for so long."""

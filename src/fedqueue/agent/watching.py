@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Final
 
 from fedqueue.agent.agent_state import Closed, Work
@@ -140,7 +139,7 @@ class Watching:
         since = self._taken_back.setdefault(work.sequence, self._station.clock.now())
         if newest <= work.attempt and self._station.clock.now() - since < self._station.settings.grace_seconds:
             return
-        held = self._held_until_requeue(work, folder, newest, since)
+        held = self._held_until_requeue(work, folder, newest, since, status)
         reason = (status.reason if status is not None else "") or "taken back into the queue"
         report = self._station.notes.report(
             Requeued,
@@ -153,14 +152,31 @@ class Watching:
         self._station.notes.note(replace(report, at=since), Closed(node_seconds=held * self._station.nodes))
         del self._taken_back[work.sequence]
 
-    def _held_until_requeue(self, work: Work, folder: JobFolder, newest: int, taken_back: float) -> float:
-        """Seconds that it held its nodes before it was requeued: until it started again, if it has, and never longer
-        than its wall time. Of several runs that nobody saw, all count."""
-        starts = [folder.started(attempt) for attempt in range(work.attempt, newest + 1)]
-        known = [start for start in starts if start is not None]
-        if newest <= work.attempt:
-            known.append(taken_back)
-        return sum(min(max(0.0, end - start), self._station.wall(work)) for start, end in pairwise(known))
+    def _held_until_requeue(
+        self, work: Work, folder: JobFolder, newest: int, taken_back: float, status: JobStatus | None
+    ) -> float:
+        """Seconds that it held its nodes before it was requeued. Of several runs that nobody saw, all count."""
+        held = 0.0
+        for attempt in range(work.attempt, max(newest, work.attempt + 1)):
+            start, again = folder.started(attempt), folder.started(attempt + 1)
+            if start is not None:
+                newer = status if attempt + 1 == newest else None
+                end = taken_back if again is None else self._end_before(work, folder, attempt + 1, again, newer)
+                held += min(max(0.0, end - start), self._station.wall(work))
+        return held
+
+    def _end_before(self, work: Work, folder: JobFolder, attempt: int, stamp: float, status: JobStatus | None) -> float:
+        """When the run before this one ended, which nobody saw: as its scheduler says, or with its last sign of life.
+        Without either it ran until this one began, or for its wall time if that was shorter."""
+        before = folder.started(attempt - 1)
+        if before is None:
+            return stamp
+        last = min(stamp, before + self._station.wall(work))
+        if status is not None and status.started_at is not None and status.eligible_at is not None:
+            said = stamp - (status.started_at - status.eligible_at)
+            if status.incarnation >= attempt and said >= before - DISAGREE_SECONDS:
+                return min(said, last)
+        return min(folder.alive(attempt - 1) or last, last)
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
         stamp = folder.started(newest)
@@ -199,10 +215,8 @@ class Watching:
                 f"{stamp - there:.0f}; that counts"
             )
         eligible = work.requeued_at if attempt > 0 else work.submitted_at
-        before = self._station.folder(work).started(attempt - 1) if attempt > 0 else None
-        if eligible is not None and eligible > stamp and before is not None:
-            # Nobody saw it wait. It ran until it started again, or for its wall time if that was shorter.
-            eligible = before + self._station.wall(work)
+        if attempt > 0 and eligible is not None and eligible > stamp:  # nobody saw it wait
+            eligible = self._end_before(work, self._station.folder(work), attempt, stamp, None)
         return max(0.0, stamp - (eligible if eligible is not None else stamp))
 
     def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:

@@ -27,8 +27,7 @@ from fedqueue.engine import Engine, Listener
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
-from fedqueue.metrics import Tally
-from fedqueue.models import best_of
+from fedqueue.metrics import Tally, best_of
 from fedqueue.protocol.codec import encode
 from fedqueue.protocol.contract import one_line
 from fedqueue.protocol.messages import (

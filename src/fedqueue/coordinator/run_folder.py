@@ -19,11 +19,12 @@ from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.scoring import STORED, TASK, first_model
 from fedqueue.coordinator.store import Store
 from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger, storage_error
 from fedqueue.protocol.codec import Json
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.roles import must_match, special
-from fedqueue.runs import SUMMARY, describe, write_json
+from fedqueue.runs import SUMMARY, describe
 from fedqueue.training.settings import StoredTask
 
 FINAL: Final = "model.safetensors"

@@ -175,8 +175,8 @@ def _read(folder: Path, ledger: LedgerReader) -> Run:
             Trouble(row["at"], facility_of(row["job"]), _TROUBLES[row["kind"]], row["reason"])
             for row in _job_events(ledger, *_TROUBLES)
         ),
-        outages=_outages(ledger),
-        suspensions=_suspensions(ledger),
+        outages=_absences(ledger, _LEFT),
+        suspensions=_absences(ledger, _SUSPENDED),
     )
 
 
@@ -283,36 +283,28 @@ def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, fail
     )
 
 
-def _outages(ledger: LedgerReader) -> tuple[Absence, ...]:
-    since: dict[str, float] = {}
-    found: list[Absence] = []
-    query = """SELECT at, kind, json_extract(body, '$.facility') AS facility FROM events
-               WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq"""
-    for row in ledger.rows(query):
-        if row["kind"] == "FacilityLeft":
-            since.setdefault(row["facility"], row["at"])
-        elif row["facility"] in since:
-            found.append(Absence(row["facility"], since.pop(row["facility"]), row["at"], "out of reach"))
-    found += [Absence(facility, at, None, "out of reach") for facility, at in since.items()]
-    return tuple(sorted(found, key=lambda absence: absence.at))
+_LEFT: Final = """
+SELECT at, kind = 'FacilityLeft' AS begins, json_extract(body, '$.facility') AS facility, 'out of reach' AS reason
+FROM events WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq
+"""
+_SUSPENDED: Final = """
+SELECT e.at, json_extract(c.body, '$.kind') = 'suspended' AS begins,
+       json_extract(c.body, '$.facts.facility') AS facility, json_extract(c.body, '$.facts.reason') AS reason
+FROM commands c JOIN events e USING (seq)
+WHERE c.kind = 'Record' AND json_extract(c.body, '$.kind') IN ('suspended', 'rejoined') ORDER BY c.seq, c.place
+"""
 
 
-def _suspensions(ledger: LedgerReader) -> tuple[Absence, ...]:
-    open_ones: dict[str, tuple[float, str]] = {}
+def _absences(ledger: LedgerReader, query: str) -> tuple[Absence, ...]:
+    begun: dict[str, tuple[float, str]] = {}
     found: list[Absence] = []
-    query = """SELECT e.at, json_extract(c.body, '$.kind') AS kind,
-                      json_extract(c.body, '$.facts.facility') AS facility,
-                      json_extract(c.body, '$.facts.reason') AS reason
-               FROM commands c JOIN events e USING (seq)
-               WHERE c.kind = 'Record' AND json_extract(c.body, '$.kind') IN ('suspended', 'rejoined')
-               ORDER BY c.seq, c.place"""
     for row in ledger.rows(query):
-        if row["kind"] == "suspended":
-            open_ones.setdefault(row["facility"], (row["at"], row["reason"]))
-        elif row["facility"] in open_ones:
-            at, reason = open_ones.pop(row["facility"])
+        if row["begins"]:
+            begun.setdefault(row["facility"], (row["at"], row["reason"]))
+        elif row["facility"] in begun:
+            at, reason = begun.pop(row["facility"])
             found.append(Absence(row["facility"], at, row["at"], reason))
-    found += [Absence(facility, at, None, reason) for facility, (at, reason) in open_ones.items()]
+    found += [Absence(facility, at, None, reason) for facility, (at, reason) in begun.items()]
     return tuple(sorted(found, key=lambda absence: absence.at))
 
 

@@ -29,7 +29,7 @@ from fedqueue.protocol.messages import (
     UpdateArrived,
     UpdateRejected,
 )
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.recorded import RecordedSite, Recording
 from fedqueue.sim.simulation import JOBS, Simulation, make_strategy
 from fedqueue.sim.site import SimJob, Site
@@ -64,15 +64,6 @@ class Playback(Simulation):
         for heard in course.heard:
             at = heard.event.at + (late if abs(late) > SAME else 0.0)
             self._when(max(at, self._now), heard.seq, self._hear, site, job, heard.event)
-
-    def _reach_scheduler(self, site: Site, job: SimJob) -> None:
-        seconds = site.submit_seconds(job)
-        if seconds >= 0:
-            super()._reach_scheduler(site, job)
-            return
-        job.eligible_at = self._now + seconds  # its scheduler knew of the end before it before we did
-        start_at = max(self._now, job.eligible_at + site.wait(job, self._now))
-        self._at(start_at, JOBS, self._start, site, job, job.attempt)
 
     def _set_timer(self, command: SetTimer) -> None:
         late = self._rang_late.get((command.key, command.at))
@@ -150,7 +141,7 @@ def simulate_recording(recording: Recording, config: Config) -> Played:
     simulation = Playback(
         config,
         sites,
-        TimingOnly(0.0),
+        Learning(0.0),
         strategy,
         [collect],
         aggregate_seconds=lambda version: recording.model_seconds.get(version, typical),

@@ -54,6 +54,9 @@ RESERVE_SECONDS = 5.0
 RECENT_STEPS = 8
 """A step is begun if the longest of so many before it would still fit."""
 
+SIGN_SECONDS = 5.0
+"""Between two signs of life: should the scheduler take the job back unseen, they tell how long it ran."""
+
 STEPS, DEADLINE = 1, 2  # what the first rank tells the others; 0: go on
 
 
@@ -128,6 +131,7 @@ class Work:
         self._first: float | None = None  # the same by perf_counter, as all below
         self._last: float | None = None  # when the last step was over
         self._open: float | None = None  # when the step under way began
+        self._next_sign = time.perf_counter()
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps_done = 0
         self._samples = 0  # of this process
@@ -221,6 +225,10 @@ class Work:
             self._open = time.perf_counter()
             if self._first is None:
                 self._first, self._began_at = self._open, self._job.clock.now()
+            if self._ranks.first and self._open >= self._next_sign:
+                self._next_sign = self._open + SIGN_SECONDS
+                with suppress(OSError):
+                    (self._job.folder / "alive").write_bytes(b".")  # its stamp counts
             return True
         self._end_training()
         return False
