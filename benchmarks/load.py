@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.protocol.contract import JobOrder
+from fedqueue.protocol.contract import JobOrder, Trained
 from fedqueue.protocol.reports import Ended, Handin, Poll, Report, Started, Submitted
 from fedqueue.runs import replay
 
@@ -126,8 +126,8 @@ class Agent(threading.Thread):
             write(path, {"weight": self._values})
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             self._client.upload(path, job.sequence, 0, digest)
-        base = job.assignment.base_version
-        handin = Handin(base_version=base, steps_done=100, train_seconds=2.0, admission_delay=0.5)
+        trained = Trained(base_version=job.assignment.base_version, steps_done=100, train_seconds=2.0)
+        handin = Handin(trained=trained, admission_delay=0.5)
         while (verdict := self._client.commit(job.sequence, 0, digest, handin)).status == "checking":
             pass
         if verdict.status != "accepted":

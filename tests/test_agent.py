@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.agent_state import AtScheduler, Closed, Notes, Ordered, Received
+from fedqueue.agent.agent_state import Closed, Notes, Received, Work
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.model_cache import ModelCache
@@ -52,7 +52,7 @@ def ended_job(station: Station) -> None:
     order = Order(job_id="north/0", facility="north", round=0, wall_seconds=3600.0)
     work = Assignment(base_version=0, steps=1, learning_rate=0.1)
     job = JobOrder(order=order, assignment=work, model=ModelFile(version=0, sha256="b" * 64))
-    notes.note(Ordered(name="fq-0", at=time.time(), job=job), AtScheduler(sequence=0, id="1", at=time.time()))
+    notes.note(Work(name="fq-0", ordered_at=time.time(), job=job, scheduler_id="1", submitted_at=time.time()))
     notes.note(notes.report(Started, sequence=0, attempt=0, admission_delay=0.5, ago=0.0))
     notes.note(notes.report(Ended, sequence=0, attempt=0, steps_done=1, train_seconds=1.0, held_seconds=1.0))
     notes.note(Received(n=2))
@@ -99,7 +99,7 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
 def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache, None)
+    evaluation = Evaluation(station, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
     ended_job(station)
@@ -119,7 +119,7 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
 
 def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache, None)
+    evaluation = Evaluation(station, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
     station.notes.note(Closed(node_seconds=4000.0))

@@ -525,7 +525,7 @@ class Bench:
     def report(self, facility: str, said: dict[str, Any]) -> None:
         found = read(Told, {"report": {"n": 1, **said}}, "").report
         bound = getattr(found, "bound", None)
-        if bound is None or bound.base_version in self.models:
+        if bound is None or bound.work.base_version in self.models:
             self.tell(reports.event_of(found, facility, self.at, self.state.facilities[facility].posts))
 
     def arrive(self, job: JobId, steps: int, seconds: float) -> None:

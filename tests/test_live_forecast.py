@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedqueue.agent import live_forecast as foreseeing
-from fedqueue.agent.agent_state import AtScheduler, Closed, Notes, Ordered
+from fedqueue.agent.agent_state import Closed, Notes, Work
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
@@ -89,9 +90,10 @@ class Home:
 
     def order(self, sequence: int) -> None:
         order = Order(job_id=f"north/{sequence}", facility="north", round=0, wall_seconds=WALL)
-        self.notes.note(Ordered(name=f"fq-{sequence}", at=self.now, job=JobOrder(order=order)))
+        work = Work(name=f"fq-{sequence}", ordered_at=self.now, job=JobOrder(order=order))
+        self.notes.note(work)
         self.foreseeing.turn()  # it looks at the queue before the job is there
-        self.notes.note(AtScheduler(sequence=sequence, id=str(sequence), at=self.now))
+        self.notes.note(replace(work, scheduler_id=str(sequence), submitted_at=self.now))
         self.foreseeing.turn()
 
     def start(self, sequence: int, wait: float) -> None:

@@ -364,7 +364,7 @@ def test_outside_a_job_the_error_says_how_to_try_it() -> None:
     [
         ({"model": "none.safetensors", "steps": 1, "learning_rate": 1.0}, "must name a safetensors file"),
         ({"model": "m.safetensors", "learning_rate": 1.0}, "steps: is missing"),
-        ({"model": "m.safetensors", "steps": 0, "learning_rate": 1.0}, "must be above 0"),
+        ({"model": "m.safetensors", "steps": 0, "learning_rate": 1.0}, "steps must be 1 or more"),
         ({"model": "m.safetensors", "steps": 1, "rate": 1.0}, "there is no 'rate'"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from fedqueue.protocol.contract import WALL_TIME
 from fedqueue.runs import replay
 from tests.conftest import journal, strictly
 from tests.slurm import wait_for
+
+ROOT = Path(__file__).parent.parent
 
 WORKER = """
 import time
@@ -90,6 +94,23 @@ def run(config: Path, *changes: str) -> tuple[dict[str, Any], Path]:
     check_journals(folder)
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary, folder
+
+
+def test_one_more_field_as_the_page_adds_it_reaches_the_script(config: Path) -> None:
+    """docs/contract.md: a definition, a producer, a consumer."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "contract.md").read_text(), re.DOTALL)
+    source = config.parent / "changed"
+    shutil.copytree(ROOT / "src" / "fedqueue", source / "fedqueue", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-p2", "-"], cwd=source, input=diff, text=True, check=True)
+    told = config.parent / "told"
+    worker = config.parent / "worker.py"
+    worker.write_text(f"{worker.read_text()}    open({str(told)!r}, 'w').write(f'{{work.round}} of {{work.rounds}}')\n")
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--set", "run.rounds=1"]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert told.read_text() == "0 of 1"
 
 
 def check_journals(folder: Path) -> None:

@@ -27,7 +27,7 @@ import uvicorn
 
 import fedqueue
 from fedqueue.agent.agent import Agent
-from fedqueue.agent.enrolment import Enrolment, enrol, invitation
+from fedqueue.agent.enrolment import Enrolment, enrol, word_of
 from fedqueue.agent.http_transport import Client, HttpRefusedError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.transport import (
@@ -45,7 +45,7 @@ from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.errors import ConfigError
 from fedqueue.files import write_secret
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.contract import MOST_ORDERS
+from fedqueue.protocol.contract import MOST_ORDERS, Invitation, Trained
 from fedqueue.protocol.reports import Handin, Poll
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
 from tests.slurm import wait_for
@@ -366,7 +366,7 @@ def test_plain_http_is_for_loopback_alone_on_both_sides(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="plain http is for loopback only"):
             Client(f"http://{host}:8440")
     with pytest.raises(ConfigError, match="plain http is for loopback only"):
-        enrol(invitation("http://example.org:8440", "t" * 43, None, "r" * 16), tmp_path / "home", None)
+        enrol(invited("http://example.org:8440"), tmp_path / "home", None)
 
 
 def test_plain_http_to_a_coordinator_with_tls_gets_nothing(served: Served) -> None:
@@ -786,12 +786,16 @@ def test_a_right_answer_is_taken_as_it_is(fake: type[FakeCoordinator]) -> None:
     assert json.loads(encode(client.poll(_POLL))) == _ANSWER
     fake.answer = {**_ANSWER, "over": "a\x1b[2J\nb"}
     assert client.poll(_POLL).over == "a?[2J b"
-    handin = Handin(base_version=0, steps_done=1, train_seconds=1.0, admission_delay=0.0)
+    handin = Handin(trained=Trained(base_version=0, steps_done=1, train_seconds=1.0), admission_delay=0.0)
     fake.answer = {"status": "rejected", "reason": "a\x1b[2J\nb"}
     assert client.commit(0, 0, _SHA, handin).reason == "a?[2J b"
     fake.answer = {"status": "run this"}
     with pytest.raises(CoordinatorUnreachableError):
         client.commit(0, 0, _SHA, handin)
+
+
+def invited(url: str) -> str:
+    return word_of(Invitation(url=url, token="t" * 43, certificate=None, run="r" * 16))
 
 
 class FakeCoordinator(BaseHTTPRequestHandler):
@@ -861,7 +865,7 @@ def test_an_agent_does_nothing_for_a_coordinator_that_means_harm(
         assert not (home / "standing.json").exists()
         assert any("the coordinator" in line for line in said)
         assert all(line.isprintable() for line in said)
-        assert '"kind":"order"' not in (home / "journal.jsonl").read_text()
+        assert '"kind":"job"' not in (home / "journal.jsonl").read_text()
     assert {path.name for path in tmp_path.rglob("*") if not path.is_relative_to(home)} == {"a", "b", "c"}
 
 
@@ -893,7 +897,7 @@ def test_a_job_runs_the_agents_own_command_whatever_is_ordered(fake: type[FakeCo
 def test_a_name_that_is_none_is_not_enrolled_under(facility: Any, fake: type[FakeCoordinator], tmp_path: Path) -> None:
     """It would be in the script of every job."""
     fake.answer = {"facility": facility, "credential": "c" * 43, "run": "run"}
-    text = invitation(fake.url, "t" * 43, None, "r" * 16)  # type: ignore[attr-defined]
+    text = invited(fake.url)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="no enrolment"):
         enrol(text, tmp_path / "home", None)
     assert not (tmp_path / "home" / "credential").exists()

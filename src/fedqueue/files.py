@@ -47,7 +47,7 @@ class ArrivingFile:
         """Bytes that have arrived and are written."""
 
     def __enter__(self) -> ArrivingFile:
-        with self._disk():
+        with writing(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             while data := os.pread(self._file, PIECE_BYTES, self.have):
                 self._digest.update(data)
@@ -62,14 +62,14 @@ class ArrivingFile:
         buffer = memoryview(bytearray(PIECE_BYTES))
         while count := read_into(buffer):
             piece = buffer[:count]
-            with self._disk():
+            with writing(self._path):
                 while piece:
                     written = os.pwrite(self._file, piece, self.have)
                     self._digest.update(piece[:written])
                     piece, self.have = piece[written:], self.have + written
 
     def restart(self) -> None:
-        with self._disk():
+        with writing(self._path):
             os.ftruncate(self._file, 0)
         self._digest, self.have = hashlib.sha256(), 0
 
@@ -79,15 +79,8 @@ class ArrivingFile:
     def finish(self) -> None:
         """Give it its name. It is not forced to the disk: what can be fetched again need not outlive the machine, and
         an agent looks over its models when it starts."""
-        with self._disk():
+        with writing(self._path):
             self._path.replace(self._target)
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
 
 def write_json(path: Path, content: Any) -> None:

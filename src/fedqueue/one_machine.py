@@ -21,6 +21,7 @@ from fedqueue.config import Config, FacilitySettings
 from fedqueue.coordinator.access import Access
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.scoring import TASK
+from fedqueue.protocol.contract import Address
 from fedqueue.sim.queues import make_queue
 
 WAITS: Final = 500  # extra waits drawn for a facility; then they come again
@@ -39,16 +40,16 @@ class Agents:
         self._stopped = threading.Event()
 
     @contextmanager
-    def beside(self, coordinator: Coordinator, access: Access, address: dict[str, Any]) -> Iterator[None]:
+    def beside(self, coordinator: Coordinator, access: Access, address: Address) -> Iterator[None]:
         for facility in self._config.facility:
             home = self._home(facility.name)
             credential = access.give(facility.name)
             Enrolment(
-                url=address["url"],
+                url=address.url,
                 facility=facility.name,
                 credential=credential,
-                certificate=address["certificate"],
-                run=address["run"],
+                certificate=address.certificate,
+                run=address.run,
             ).save(home)
             (home / "agent.toml").write_text(self._toml(facility))
         self._stopped.clear()

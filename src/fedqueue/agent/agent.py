@@ -16,22 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import (
-    AtScheduler,
-    Intended,
-    Marked,
-    Memory,
-    Notes,
-    Ordered,
-    Received,
-    Reported,
-    RunOver,
-    Work,
-)
+from fedqueue.agent.agent_state import Memory, Notes, Received, Reported, RunOver, Work
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
-from fedqueue.agent.job_folder import JobFolder, script
+from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.journal import Lease
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.model_cache import ModelCache
@@ -55,7 +43,6 @@ from fedqueue.protocol.contract import (
     Answer,
     JobOrder,
     Order,
-    OrderFile,
     job_id,
     sequence_of,
 )
@@ -84,10 +71,10 @@ class Agent:
         self._met = False  # the coordinator, since we started
         self._transport = transport
         scheduler = make_scheduler(config.scheduler, home)
-        self._station = Station(config, home, facility, scheduler, Notes(home), say, run)
+        worker = stage_worker(home) if config.agent.stage_worker else None
+        self._station = Station(config, home, facility, scheduler, Notes(home), say, run=run, worker=worker)
         self._model_cache = ModelCache(home, transport, self._station.clock, self._station.trouble)
-        self._worker = stage_worker(home) if config.agent.stage_worker else None
-        self._evaluation = Evaluation(self._station, self._model_cache, self._worker)
+        self._evaluation = Evaluation(self._station, self._model_cache)
         self._delivery = Delivery(self._station, transport)
         self._watching = Watching(self._station, self._delivery.on_its_way)
         self._live_forecast = LiveForecast(self._station)
@@ -281,7 +268,7 @@ class Agent:
     def _taken(self) -> set[int]:
         """Versions that open jobs took from standing work."""
         folders = [self._station.folder(work) for work in self._memory.works.values() if work.job.assignment is None]
-        return {bound.bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
+        return {bound.bound.work.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
 
     def _said_now(self, found: Reported) -> Report:
         """A report as it is sent: how long ago, instead of when."""
@@ -300,7 +287,7 @@ class Agent:
                 self._station.notes.report(Refused, sequence=sequence, reason=reason, transient=True)
             )
         elif len(memory.works) < MOST_ORDERS:
-            self._station.notes.note(Ordered(at=self._station.clock.now(), name=self._name(sequence), job=job))
+            self._station.notes.note(Work(ordered_at=self._station.clock.now(), name=self._name(sequence), job=job))
             failpoint("agent.ordered")
 
     def _name(self, sequence: int) -> str:
@@ -314,18 +301,15 @@ class Agent:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
         self._station.say(f"{work} is cancelled: the coordinator does not want it any more")
-        self._station.notes.note(Marked(kind="cancelled", sequence=work.sequence))
+        self._station.notes.note(replace(work, cancelled=True))
 
     def _cancel_unknown(self, sequence: int) -> None:
         """A job that was ours before the journal was lost or set back: the scheduler may have it still."""
         name = JobFolder(self._station.home, str(sequence)).name() or self._name(sequence)
         facility, now = self._station.facility, self._station.clock.now()
         order = Order(job_id=job_id(facility, sequence), facility=facility, round=0, wall_seconds=1.0)
-        self._station.notes.note(
-            Ordered(at=now, name=name, job=JobOrder(order=order)),
-            Intended(sequence=sequence, at=now),
-            Marked(kind="cancelled", sequence=sequence),
-        )
+        job = JobOrder(order=order)
+        self._station.notes.note(Work(name=name, job=job, ordered_at=now, intended=True, asked_at=now, cancelled=True))
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
@@ -356,7 +340,9 @@ class Agent:
             folder.put_aside()  # of a job that is not in this journal, and may still run
         wall = self._station.wall(work)
         self._station.check_cap(wall)
-        folder.prepare(self._order_file(work, wall), self._script(folder, work))
+        model = self._model_cache.path(work.job.model) if work.job.model is not None else None
+        order, command = replace(work.order, wall_seconds=wall), self._station.settings.command
+        self._station.prepare(folder, work.name, order, command, work.job.assignment, model)
         before = self._memory.works.get(sequence_of(work.order.after)) if work.order.after is not None else None
         request = JobRequest(
             name=work.name,
@@ -368,7 +354,7 @@ class Agent:
         failpoint("agent.prepared")
         asked_at = self._station.clock.now()
         if not work.intended:
-            self._station.notes.note(Intended(sequence=work.sequence, at=asked_at))
+            self._station.notes.note(replace(work, intended=True, asked_at=asked_at))
         work.asked_at = asked_at
         failpoint("agent.intended")
         scheduler_id = self._station.scheduler.submit(request)
@@ -378,7 +364,7 @@ class Agent:
     def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
         report = self._station.notes.report(Submitted, sequence=work.sequence)
         self._station.notes.note(
-            AtScheduler(sequence=work.sequence, id=scheduler_id, at=at),
+            replace(work, scheduler_id=scheduler_id, submitted_at=at),
             *([report] if not work.cancelled else []),  # otherwise nobody waits for it
         )
         self._station.say(f"{work} is at the scheduler")
@@ -389,28 +375,4 @@ class Agent:
                 Refused, sequence=work.sequence, reason=reason[:REASON_LENGTH], transient=transient
             ),
             self._station.closing(work, 0.0),
-        )
-
-    def _order_file(self, work: Work, wall: float) -> OrderFile:
-        job = work.job
-        return OrderFile(
-            protocol=PROTOCOL,
-            name=work.name,
-            order=replace(job.order, wall_seconds=wall),
-            nodes=self._station.nodes,
-            standing=str(self._model_cache.standing_path),
-            state_dir=str(self._station.home / "state"),
-            assignment=job.assignment,
-            model=str(self._model_cache.path(job.model)) if job.model is not None else None,
-            run=self._station.run,
-        )
-
-    def _script(self, folder: JobFolder, work: Work) -> str:
-        return script(
-            folder,
-            command=self._station.settings.command,
-            before=self._station.settings.before,
-            environment=self._station.settings.environment,
-            python_path=self._worker,
-            label=work.order.job_id,
         )

@@ -19,10 +19,11 @@ from fedqueue.protocol.reports import Ended, Report, Requeued, Started
 KEPT_UNSCORED: Final = 10
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Work:
-    """One order. Times are those of the shared file system (filetime.py)."""
+    """One order, and what became of it. Times are those of the shared file system (filetime.py)."""
 
+    kind: Literal["job"] = "job"
     name: str  # of the job at its scheduler
     job: JobOrder
     ordered_at: float
@@ -40,7 +41,6 @@ class Work:
     cancelled: bool = False
     cancels_sent: int = 0  # to the scheduler
     cancel_sent_at: float | None = None  # the last of them
-    missing_since: float | None = None  # monotonic: it has ended or is not known, and has no result
 
     @property
     def order(self) -> Order:
@@ -55,10 +55,11 @@ class Work:
         return f"job {self.sequence}" + (f" ({self.scheduler_id})" if self.scheduler_id is not None else "")
 
 
-@dataclass(slots=True)
+@message
 class Scoring:
     """A model that is being scored."""
 
+    kind: Literal["scoring"] = "scoring"
     model: ModelFile
     tries: int = 0  # jobs that were lost before this one
     job: str | None = None  # the scheduler's id; None: it is not known to be there
@@ -68,51 +69,13 @@ class Scoring:
         return self.model.version
 
 
-# What a journal holds -----------------------------------------------------------------------------------
+# What else a journal holds ------------------------------------------------------------------------------
 
 
 @message
 class Begun:
     kind: Literal["journal"] = "journal"
     id: str
-
-
-@message
-class Ordered:
-    kind: Literal["order"] = "order"
-    at: float
-    name: str
-    job: JobOrder
-
-
-@message
-class Intended:
-    kind: Literal["intent"] = "intent"
-    sequence: int
-    at: float
-
-
-@message
-class AtScheduler:
-    kind: Literal["submitted"] = "submitted"
-    sequence: int
-    id: str
-    at: float
-
-
-@message
-class Marked:
-    """`Work` says what each means."""
-
-    kind: Literal["settled", "unwanted", "cancelled"]
-    sequence: int
-
-
-@message
-class CancelSent:
-    kind: Literal["cancel_sent"] = "cancel_sent"
-    sequence: int
-    at: float
 
 
 @message
@@ -143,19 +106,6 @@ class SetBack:
     kind: Literal["set back"] = "set back"
     id: str
     after: int
-
-
-@message
-class ScoringBegun:
-    kind: Literal["scoring"] = "scoring"
-    model: ModelFile
-    tries: int = 0
-
-
-@message
-class ScoringAtScheduler:
-    kind: Literal["scoring job"] = "scoring job"
-    id: str
 
 
 @message
@@ -206,24 +156,7 @@ class Memory:
         return any(getattr(found.report, "sequence", None) == sequence for found in self.reports.values())
 
 
-Entry = (
-    Begun
-    | Ordered
-    | Intended
-    | AtScheduler
-    | Marked
-    | CancelSent
-    | Reported
-    | Received
-    | SetBack
-    | ScoringBegun
-    | ScoringAtScheduler
-    | ScoringOver
-    | NotScored
-    | RunOver
-    | Closed
-    | Memory
-)
+Entry = Begun | Work | Reported | Received | SetBack | Scoring | ScoringOver | NotScored | RunOver | Closed | Memory
 
 
 @message
@@ -242,7 +175,11 @@ class Notes:
             try:
                 entry = read(_Line, {"entry": found}, "").entry
             except ConfigError as error:
-                raise self._journal.damaged(f"line {self._journal.count + 1} is of another version ({error})") from None
+                self._journal.close()
+                line = self._journal.count + 1
+                raise self._journal.damaged(
+                    f"line {line} is of another version, which can go on with it ({error})"
+                ) from None
             self._apply(entry)
         self.found = self.memory.newest_report  # number of the newest report when we started
 
@@ -273,22 +210,11 @@ class Notes:
                 memory.journal_id = entry.id
             case Memory():
                 self.memory = entry
-                for work in entry.works.values():
-                    work.missing_since = None
-            case Ordered():
-                memory.works[entry.job.sequence] = Work(entry.name, entry.job, entry.at)
-                memory.known = max(memory.known, entry.job.sequence)
-            case Intended():
-                work = memory.works[entry.sequence]
-                work.intended, work.asked_at = True, entry.at
-            case AtScheduler():
-                work = memory.works[entry.sequence]
-                work.scheduler_id, work.submitted_at = entry.id, entry.at
-            case Marked():
-                setattr(memory.works[entry.sequence], entry.kind, True)
-            case CancelSent():
-                work = memory.works[entry.sequence]
-                work.cancels_sent, work.cancel_sent_at = work.cancels_sent + 1, entry.at
+            case Work():
+                known = memory.works.setdefault(entry.sequence, entry)
+                for name in Work.__slots__:  # who holds it sees what became of it
+                    setattr(known, name, getattr(entry, name))
+                memory.known = max(memory.known, entry.sequence)
             case Reported():
                 memory.newest_report = entry.report.n
                 memory.reports[entry.report.n] = entry
@@ -301,10 +227,8 @@ class Notes:
                 memory.journal_id, memory.restored = entry.id, True
                 memory.reports = {n: found.renumbered(n) for n, found in enumerate(kept, 1)}
                 memory.newest_report = len(kept)
-            case ScoringBegun():
-                memory.scoring = Scoring(entry.model, entry.tries)
-            case ScoringAtScheduler() if memory.scoring is not None:
-                memory.scoring.job = entry.id
+            case Scoring():
+                memory.scoring = entry
             case ScoringOver():
                 memory.scoring = None
             case NotScored():

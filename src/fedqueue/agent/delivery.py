@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
-from fedqueue.agent.agent_state import Marked, Work
+from fedqueue.agent.agent_state import Work
 from fedqueue.agent.station import Station
 from fedqueue.agent.transport import CoordinatorRefusedError, Transport
 from fedqueue.errors import FedQueueError
@@ -78,17 +79,7 @@ class Delivery:
                 raise
             # Its job may have been closed by this very update, and the verdict was lost on its way: ask for it.
         failpoint("agent.uploaded")
-        handin = Handin(
-            base_version=result.base_version,
-            steps_done=result.steps_done,
-            train_seconds=result.train_seconds,
-            admission_delay=work.admission_delay,
-            samples=result.samples,
-            nodes=result.nodes,
-            device=result.device,
-            metrics=result.metrics,
-            run=self._station.run,
-        )
+        handin = Handin(trained=result.trained, admission_delay=work.admission_delay, run=self._station.run)
         while True:
             verdict = self._transport.commit(sequence, attempt, result.sha256, handin)
             if verdict.status != "checking":
@@ -120,7 +111,7 @@ class Delivery:
             return
         else:
             raise error
-        self._station.notes.note(Marked(kind="settled", sequence=work.sequence))
+        self._station.notes.note(replace(work, settled=True))
         self._station.tidy(work)
 
     def _too_often(self, work: Work) -> bool:

@@ -13,7 +13,8 @@ from typing import Final
 from fedqueue.agent.http_transport import Client
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import write_secret
-from fedqueue.protocol.codec import encode, message, read
+from fedqueue.protocol.codec import encode, read
+from fedqueue.protocol.contract import Invitation
 
 FILE: Final = "credential"
 MARK: Final = "fedqueue1:"
@@ -65,16 +66,6 @@ class Enrolment:
         return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
 
 
-@message
-class Invitation:
-    """All that a facility needs to enrol; good once."""
-
-    url: str
-    token: str
-    certificate: str | None
-    run: str  # tells runs apart, whatever their names
-
-
 def make_home(home: Path) -> None:
     """Its owner's alone, if it is not there."""
     try:
@@ -83,10 +74,8 @@ def make_home(home: Path) -> None:
         raise StorageError(f"{home}: cannot be made: {error.strerror}; choose another home") from None
 
 
-def invitation(url: str, token: str, certificate: str | None, run: str) -> str:
-    """As one word."""
-    packed = encode(Invitation(url=url, token=token, certificate=certificate, run=run)).encode()
-    return MARK + base64.urlsafe_b64encode(packed).decode()
+def word_of(invitation: Invitation) -> str:
+    return MARK + base64.urlsafe_b64encode(encode(invitation).encode()).decode()
 
 
 def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:

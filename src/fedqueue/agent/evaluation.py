@@ -10,25 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Final
 
-from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import (
-    Closed,
-    Entry,
-    NotScored,
-    Scoring,
-    ScoringAtScheduler,
-    ScoringBegun,
-    ScoringOver,
-)
-from fedqueue.agent.job_folder import JobFolder, script
+from fedqueue.agent.agent_state import Closed, Entry, NotScored, Scoring, ScoringOver
+from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError
 from fedqueue.agent.station import Station
 from fedqueue.failpoints import failpoint
-from fedqueue.protocol.contract import REASON_LENGTH, Assignment, EvaluationRequest, ModelFile, Order, OrderFile
+from fedqueue.protocol.contract import REASON_LENGTH, Assignment, EvaluationRequest, ModelFile, Order
 from fedqueue.protocol.reports import Scored
 
 MOST_TRIES: Final = 3
@@ -38,10 +29,9 @@ MOST_TRIES: Final = 3
 class Evaluation:
     """One model at a time, the newest that is asked for."""
 
-    def __init__(self, station: Station, model_cache: ModelCache, worker: Path | None) -> None:
+    def __init__(self, station: Station, model_cache: ModelCache) -> None:
         self._station = station
         self._model_cache = model_cache
-        self._worker = worker
         self._wanted: EvaluationRequest | None = None
         self._missing_since: float | None = None  # monotonic
 
@@ -111,7 +101,7 @@ class Evaluation:
                 raise
             self._give_up(version, refused.reason)
             return
-        self._note(ScoringBegun(model=wanted.model))
+        self._note(Scoring(model=wanted.model))
 
     def _note(self, *entries: Entry) -> None:
         self._missing_since = None
@@ -124,47 +114,28 @@ class Evaluation:
         if found is None:
             wall, folder = self._station.scoring_wall, self._folder(scoring.version)
             self._station.check_cap(wall)
-            text = script(
-                folder,
-                command=self._station.settings.evaluate_command or "",
-                before=self._station.settings.before,
-                environment=self._station.settings.environment,
-                python_path=self._worker,
-                label=f"evaluation of model {scoring.version}",
+            order = Order(
+                job_id=f"{self._station.facility}/eval-{scoring.version}",
+                facility=self._station.facility,
+                round=scoring.version,
+                wall_seconds=wall,
+                purpose="evaluate",
             )
-            folder.prepare(self._order(scoring, name, wall), text)
+            work = Assignment(base_version=scoring.version, steps=1, learning_rate=1.0)
+            command, model = self._station.settings.evaluate_command or "", self._model_cache.path(scoring.model)
+            self._station.prepare(folder, name, order, command, work, model)
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
             found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
-        self._station.notes.note(ScoringAtScheduler(id=found))
+        self._station.notes.note(replace(scoring, job=found))
         self._station.say(f"the job that scores model {scoring.version} ({found}) is at the scheduler")
-
-    def _order(self, scoring: Scoring, name: str, wall: float) -> OrderFile:
-        facility, version = self._station.facility, scoring.version
-        return OrderFile(
-            protocol=PROTOCOL,
-            name=name,
-            order=Order(
-                job_id=f"{facility}/eval-{version}",
-                facility=facility,
-                round=version,
-                wall_seconds=wall,
-                purpose="evaluate",
-            ),
-            nodes=self._station.nodes,
-            standing=str(self._model_cache.standing_path),
-            state_dir=str(self._model_cache.home / "state"),
-            assignment=Assignment(base_version=version, steps=1, learning_rate=1.0),
-            model=str(self._model_cache.path(scoring.model)),
-            run=self._station.run,
-        )
 
     def _look(self, scoring: Scoring) -> None:
         folder = self._folder(scoring.version)
         results = (folder.result(attempt) for attempt in reversed(range(folder.attempts())))
         result = next((result for result in results if result is not None), None)
         if result is not None:
-            self._scored(scoring, result.metrics)
+            self._scored(scoring, result.trained.metrics)
             return
         status = self._station.scheduler.poll([scoring.job or ""]).get(scoring.job or "")
         if status is not None and status.phase != "ended":
@@ -176,7 +147,7 @@ class Evaluation:
         how = "is not known to the scheduler any more" if status is None else f"ended ({status.outcome})"
         if scoring.tries + 1 < MOST_TRIES:
             self._station.say(f"the job that scores model {scoring.version} {how} and left no scores; another is begun")
-            self._note(self._held(folder), ScoringBegun(model=scoring.model, tries=scoring.tries + 1))
+            self._note(self._held(folder), Scoring(model=scoring.model, tries=scoring.tries + 1))
         else:
             reason = f"{MOST_TRIES} jobs left no scores; the last {how}; {folder.ends_with(self._model_cache.home)}"
             self._give_up(scoring.version, reason, self._held(folder))

@@ -21,6 +21,7 @@ from fedqueue.protocol.contract import BoundFile, OrderFile, Result, one_line
 
 T = TypeVar("T")
 
+STANDING: Final = "standing.json"  # in a home
 WORDS_READ: Final = 8192  # bytes of a job's output
 WORDS_LENGTH: Final = 200
 
@@ -135,7 +136,6 @@ def _read(kind: type[T], path: Path) -> T | None:
 
 def script(
     folder: JobFolder,
-    *,
     command: str,
     before: Sequence[str],
     environment: Mapping[str, str],

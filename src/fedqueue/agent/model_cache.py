@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from fedqueue.agent.job_folder import STANDING
 from fedqueue.agent.transport import Transport
 from fedqueue.errors import ConfigError, FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
@@ -35,7 +36,7 @@ class ModelCache:
         self._models = home / "models"
         self._models.mkdir(exist_ok=True)
         self._look_over()
-        self.standing_path = home / "standing.json"
+        self.standing_path = home / STANDING
         self._written = _lies_there(self.standing_path)
         self._wanted: StandingFile | None = None
         self._transport = transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fedqueue.agent.schedulers.settings import LocalSettings, SchedulerSettings
 from fedqueue.errors import ConfigError
@@ -49,7 +49,7 @@ class AgentConfig:
 def load_agent(path: Path) -> AgentConfig:
     """Read an agent's config; its home is taken as beside the file if it is not absolute."""
     try:
-        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `fedqueue enroll --init {path}` writes one to start from") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from fedqueue.agent.agent_state import CancelSent, Closed, Marked, Memory, Notes, Work
-from fedqueue.agent.job_folder import JobFolder
+from fedqueue import PROTOCOL
+from fedqueue.agent.agent_state import Closed, Memory, Notes, Work
+from fedqueue.agent.job_folder import STANDING, JobFolder, script
 from fedqueue.agent.schedulers import (
     JobStatus,
     Scheduler,
@@ -18,7 +20,7 @@ from fedqueue.agent.schedulers import (
 )
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.filetime import FileClock
-from fedqueue.protocol.contract import REASON_LENGTH, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, Assignment, Order, OrderFile, one_line
 from fedqueue.protocol.reports import MOST_TROUBLES, Failed, Trouble
 
 SCORING_SECONDS: Final = 1800.0
@@ -36,7 +38,9 @@ class Station:
         scheduler: Scheduler,
         notes: Notes,
         say: Callable[[str], None],
+        *,
         run: str = "",
+        worker: Path | None = None,
     ) -> None:
         self.scheduling = config.scheduler
         self.settings = config.agent
@@ -46,6 +50,7 @@ class Station:
         self.notes = notes
         self.say = say
         self.run = run  # which one; empty: an invitation of before did not say
+        self._worker = worker  # for the PYTHONPATH of jobs
         self._troubles: dict[str, tuple[str, float]] = {}  # what, and since when (monotonic)
 
     @property
@@ -63,6 +68,24 @@ class Station:
 
     def folder(self, work: Work) -> JobFolder:
         return JobFolder(self.home, str(work.sequence))
+
+    def prepare(
+        self, folder: JobFolder, name: str, order: Order, command: str, work: Assignment | None, model: Path | None
+    ) -> None:
+        """All that a job will read, in its folder."""
+        file = OrderFile(
+            protocol=PROTOCOL,
+            name=name,
+            order=order,
+            nodes=self.nodes,
+            standing=str(self.home / STANDING),
+            state_dir=str(self.home / "state"),
+            assignment=work,
+            model=None if model is None else str(model),
+            run=self.run,
+        )
+        before, environment = self.settings.before, self.settings.environment
+        folder.prepare(file, script(folder, command, before, environment, self._worker, label=order.job_id))
 
     def wall(self, work: Work) -> float:
         """Seconds to ask the scheduler for."""
@@ -137,7 +160,7 @@ class Station:
                 transient=transient,
                 held_seconds=held,
             ),
-            Marked(kind="cancelled", sequence=work.sequence) if and_end else self.closing(work, held),
+            replace(work, cancelled=True) if and_end else self.closing(work, held),
         )
 
     def cancel(self, work: Work) -> bool:
@@ -153,7 +176,7 @@ class Station:
         except SchedulerUnreachableError as error:
             self.trouble("scheduler", f"the scheduler did not answer: {error}")
             return False
-        self.notes.note(CancelSent(sequence=work.sequence, at=self.clock.now()))
+        self.notes.note(replace(work, cancels_sent=work.cancels_sent + 1, cancel_sent_at=self.clock.now()))
         return True
 
     def held(self, work: Work) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from fedqueue.agent.agent_state import Closed, Marked, Work
+from fedqueue.agent.agent_state import Closed, Work
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import JobStatus, SchedulerUnreachableError
 from fedqueue.agent.station import Station
@@ -32,6 +32,7 @@ class Watching:
         self._station = station
         self._on_its_way = on_its_way
         self._lost: set[int] = set()  # jobs of which something was gone when we last looked
+        self._missing: dict[int, float] = {}  # jobs without a result that have ended or are not known: since when
         self._taken_back: dict[int, float] = {}  # jobs that wait or run again: since when
         self._settled: dict[int, float] = {}  # jobs that should end by themselves: since when, monotonic
 
@@ -98,16 +99,17 @@ class Watching:
         if newest >= work.attempt and work.started < newest:
             self._see_start(work, folder, newest, status, asked=statuses is not None)
         if work.started == newest == work.attempt and (result := folder.result(newest)) is not None:
-            work.missing_since = None
+            self._missing.pop(work.sequence, None)
             began, finished = folder.started(newest), folder.finished(newest)
-            self._station.say(f"{work} ended: {result.steps_done} steps in {result.train_seconds:.1f} s")
+            done = result.trained
+            self._station.say(f"{work} ended: {done.steps_done} steps in {done.train_seconds:.1f} s")
             self._station.notes.note(
                 self._station.notes.report(
                     Ended,
                     sequence=work.sequence,
                     attempt=newest,
-                    steps_done=result.steps_done,
-                    train_seconds=result.train_seconds,
+                    steps_done=done.steps_done,
+                    train_seconds=done.train_seconds,
                     held_seconds=max(0.0, finished - began) if began is not None and finished is not None else 0.0,
                 )
             )
@@ -220,13 +222,12 @@ class Watching:
     def _see_end_without_result(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None) -> None:
         never = status.never_starts if status is not None else None
         if never is None and status is not None and status.phase != "ended":
-            work.missing_since = None
+            self._missing.pop(work.sequence, None)
             return
-        if work.missing_since is None:
-            work.missing_since = time.monotonic()
+        since = self._missing.setdefault(work.sequence, time.monotonic())
         bad_luck = status is not None and status.bad_luck
         at_once = never is not None and not bad_luck
-        if not at_once and time.monotonic() - work.missing_since < self._station.settings.grace_seconds:
+        if not at_once and time.monotonic() - since < self._station.settings.grace_seconds:
             return  # file systems lag: its result may be about to show; and bad luck may pass
         if never is not None:
             self._station.fail(work, f"it can never start: {never}", transient=bad_luck, and_end=True)
@@ -265,11 +266,11 @@ class Watching:
         again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
         if again and not work.unwanted:
             self._station.say(f"{work} has handed in and is run again by its scheduler; it is ended")
-            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
+            self._station.notes.note(replace(work, unwanted=True))
         is_there = status is not None and status.phase != "ended"
         if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
             self._station.say(f"{work} has handed in and did not end; it is ended")
-            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
+            self._station.notes.note(replace(work, unwanted=True))
         if work.unwanted and (is_there or statuses is None):
             self._station.cancel(work)
         elif work.settled and statuses is not None and not is_there:

@@ -117,17 +117,19 @@ def _client(folder: Path, patience: Patience) -> Client:
     from fedqueue.agent.http_transport import Client
     from fedqueue.coordinator.access import OPERATOR_FILE
     from fedqueue.coordinator.server import ADDRESS
+    from fedqueue.protocol.codec import read
+    from fedqueue.protocol.contract import Address
 
     while True:
         try:
-            address = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+            address = read(Address, json.loads((folder / ADDRESS).read_text(encoding="utf-8")), ADDRESS)
             credential = (folder / OPERATOR_FILE).read_text(encoding="utf-8")
         except OSError:
             if patience.is_left():
                 continue
             raise RunFolderError(f"{folder}: is not the folder of a real run that was ever served") from None
-        ca = Path(address["ca"]) if address["ca"] is not None else None
-        return Client(address["local"], credential=credential, ca=ca)
+        ca = Path(address.ca) if address.ca is not None else None
+        return Client(address.local, credential=credential, ca=ca)
 
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:
@@ -153,11 +155,13 @@ def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _invite(args: argparse.Namespace) -> int:
-    from fedqueue.agent.enrolment import invitation
+    from fedqueue.agent.enrolment import word_of
     from fedqueue.files import write_secret
+    from fedqueue.protocol.codec import read
+    from fedqueue.protocol.contract import Invitation
 
     answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
-    text = invitation(answer["url"], answer["token"], answer["certificate"], answer["run"])
+    text = word_of(read(Invitation, answer, "answer"))
     if args.out is not None:
         write_secret(args.out, text + "\n")
         print(f"wrote {args.out}: it lets {args.facility} enrol once, within a week; pass it on in private")

@@ -15,6 +15,7 @@ from typing import Any
 from fedqueue.cli import common, extras, live, simulate
 from fedqueue.cli import run as run_here
 from fedqueue.errors import ConfigError
+from fedqueue.protocol.contract import Address
 from fedqueue.runs import new_folder
 
 HELP = "coordinate a run over several facilities"
@@ -52,10 +53,10 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
     with live.following(config, quiet=False, served=True) as screen, common.until_interrupted() as interrupted:
 
         @contextmanager
-        def beside(coordinator: Any, access: Any, address: dict[str, Any]) -> Iterator[None]:
+        def beside(coordinator: Any, access: Any, address: Address) -> Iterator[None]:
             screen.past = False  # its ledger is read
             screen.say(f"run folder: {folder}")
-            screen.say(f"listening at {address['url']}")
+            screen.say(f"listening at {address.url}")
             if coordinator.state.events and coordinator.state.stopped is None:
                 screen.say(f"goes on from model {coordinator.state.newest} at {coordinator.now:.0f} s on the run clock")
             enrolled = access.enrolled()

@@ -16,8 +16,10 @@ from typing import Final
 
 from fedqueue import tensorfile
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
+from fedqueue.coordinator.limits import Update
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
+from fedqueue.protocol.codec import Json, body
 from fedqueue.protocol.contract import (
     Answer,
     EvaluationRequest,
@@ -28,7 +30,6 @@ from fedqueue.protocol.contract import (
     Standing,
     UpdateKey,
     Verdict,
-    job_id,
 )
 from fedqueue.protocol.messages import UpdateArrived, UpdateRejected
 from fedqueue.protocol.reports import Handin, Poll, Report, event_of
@@ -49,7 +50,7 @@ HEADER_ROOM: Final = 1 << 20  # bytes
 class FacilityApi:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._checks: dict[tuple[str, int], asyncio.Task[Verdict]] = {}
+        self._checks: dict[tuple[str, int, int], asyncio.Task[Verdict]] = {}
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="checker")
 
     def close(self) -> None:
@@ -181,10 +182,10 @@ class FacilityApi:
             return Refused(404, f"there is no model {version} any longer")
         return self._coordinator.cannot_use(digest, doing, error)
 
-    def may_upload(self, facility: str, sequence: int, attempt: int, digest: str, size: int) -> Path:
+    def may_upload(self, update: Update, size: int) -> Path:
         """Where the bytes of this update go. Only an open job of this facility may bring one."""
         coordinator = self._coordinator
-        job = self._open(facility, sequence, attempt)
+        job = self._open(update)
         newest = coordinator.state.newest
         like = job.assignment.base_version if job.assignment is not None else newest
         if not coordinator.counts_on(coordinator.outcomes.models[like]):  # the check will say so; here its size counts
@@ -200,29 +201,28 @@ class FacilityApi:
             raise Refused(413, f"an update may have 8 to {most} bytes, this one has {size}")
         if size > coordinator.store.room():
             raise Refused(507, "the coordinator's disk is full; the update can come later")
-        path = coordinator.store.upload(facility, sequence, attempt, digest)
-        check = self._checks.get((job.order.job_id, attempt))
+        path = coordinator.store.upload(*update)
+        check = self._checks.get(update[:3])
         if check is None or check.done():
-            coordinator.store.drop_uploads(facility, sequence, keep=path)  # one a job: digests must not fill the disk
+            # One a job: digests must not fill the disk.
+            coordinator.store.drop_uploads(update.facility, update.sequence, keep=path)
         return path
 
-    def _open(self, facility: str, sequence: int, attempt: int) -> JobState:
-        job = self._coordinator.state.open_job(job_id(facility, sequence))
+    def _open(self, update: Update) -> JobState:
+        job = self._coordinator.state.open_job(update.job_id)
         if job is None:
-            raise Refused(410, f"job {sequence} is not open")
-        if attempt != job.attempt:
-            raise Refused(410, f"attempt {attempt} of job {sequence} was superseded")
+            raise Refused(410, f"job {update.sequence} is not open")
+        if update.attempt != job.attempt:
+            raise Refused(410, f"attempt {update.attempt} of job {update.sequence} was superseded")
         return job
 
-    async def commit(
-        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin, checked: Callable[[], None]
-    ) -> Verdict:
+    async def commit(self, update: Update, handin: Handin, checked: Callable[[], None]) -> Verdict:
         """All bytes are there: check them, and let the update count. Asked again, it gives the same answer. If the
         check takes longer than who asks is kept waiting, `checked` is called when it is over."""
-        key = (job_id(facility, sequence), attempt)
+        key = update[:3]
         task = self._checks.get(key)
         if task is None:
-            task = asyncio.create_task(self._check(facility, sequence, attempt, digest, handin))
+            task = asyncio.create_task(self._check(update, handin))
             self._checks[key] = task
             task.add_done_callback(lambda task: self._checked(key, task))
         try:
@@ -232,35 +232,31 @@ class FacilityApi:
             verdict = Verdict(status="checking")
         return replace(verdict, run=handin.run)
 
-    def _checked(self, key: tuple[str, int], task: asyncio.Task[Verdict]) -> None:
+    def _checked(self, key: tuple[str, int, int], task: asyncio.Task[Verdict]) -> None:
         """Who asks again is answered from what came of it; what could not be checked is checked anew."""
         del self._checks[key]
         if not task.cancelled():
             task.exception()  # who asked has heard of it, or has gone
 
-    async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> Verdict:
+    async def _check(self, update: Update, handin: Handin) -> Verdict:
         coordinator = self._coordinator
-        key = job_id(facility, sequence), attempt, handin.part
+        key = update.job_id, update.attempt, handin.part
         verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(key)))
         if verdict is not None:
             return verdict
-        upload, like = await asyncio.wrap_future(
-            coordinator.ask(lambda: self._to_check(facility, sequence, attempt, digest, handin))
-        )
+        upload, like = await asyncio.wrap_future(coordinator.ask(lambda: self._to_check(update, handin)))
         loop = asyncio.get_running_loop()
         try:
-            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, digest)
+            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, update.sha256)
         except tensorfile.TensorFileError as error:
             failure = error
             if failure.path == upload:
                 raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
             doing = f"the update of {key[0]} cannot be taken"
             raise await asyncio.wrap_future(
-                coordinator.ask(lambda: self._cannot_use(handin.base_version, doing, failure))
+                coordinator.ask(lambda: self._cannot_use(handin.trained.base_version, doing, failure))
             ) from None
-        return await asyncio.wrap_future(
-            coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
-        )
+        return await asyncio.wrap_future(coordinator.ask(lambda: self._settle(update, handin, upload, reason)))
 
     def _verdict(self, key: UpdateKey) -> Verdict | None:
         """What became of an update, as the ledger has it; None: it has not been handed in."""
@@ -270,59 +266,37 @@ class FacilityApi:
         reason = verdicts[key]
         return Verdict(status="accepted" if reason is None else "rejected", reason=reason)
 
-    def _to_check(
-        self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin
-    ) -> tuple[Path, Path | None]:
+    def _to_check(self, update: Update, handin: Handin) -> tuple[Path, Path | None]:
         """The upload, and the model it must look like; None: that is no longer there."""
         coordinator = self._coordinator
-        self._open(facility, sequence, attempt)
-        upload = coordinator.store.upload(facility, sequence, attempt, digest)
-        if not upload.exists() and not coordinator.store.path(digest).exists():
+        self._open(update)
+        upload, kept = coordinator.store.upload(*update), coordinator.store.path(update.sha256)
+        if not upload.exists() and not kept.exists():
             raise Refused(409, "its bytes are not here", offset=0)
-        base = coordinator.outcomes.models.get(handin.base_version)
+        base = coordinator.outcomes.models.get(handin.trained.base_version)
         like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
-        return (upload if upload.exists() else coordinator.store.path(digest)), like
+        return (upload if upload.exists() else kept), like
 
-    def _settle(
-        self,
-        facility: str,
-        sequence: int,
-        attempt: int,
-        digest: str,
-        handin: Handin,
-        upload: Path,
-        reason: str | None,
-    ) -> Verdict:
+    def _settle(self, update: Update, handin: Handin, upload: Path, reason: str | None) -> Verdict:
         coordinator = self._coordinator
-        self._open(facility, sequence, attempt)  # it may have been closed while its bytes were looked at
-        key = job_id(facility, sequence)
+        self._open(update)  # it may have been closed while its bytes were looked at
+        which: Json = {"job_id": update.job_id, "attempt": update.attempt, "part": handin.part}
         if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
             # Not what was sent, or not what was meant: it may come again.
-            coordinator.store.drop_uploads(facility, sequence)
+            coordinator.store.drop_uploads(update.facility, update.sequence)
             raise Refused(409, reason, offset=0)
         if reason is not None:
             if upload.exists() and upload.suffix == ".part":
                 coordinator.store.refuse(upload)
-            event = UpdateRejected(at=coordinator.now, job_id=key, attempt=attempt, reason=reason, part=handin.part)
-            coordinator.tell(event, origin=f"update/{key}/{attempt}/rejected")
+            event = UpdateRejected(at=coordinator.now, reason=reason, **which)
+            coordinator.tell(event, origin=f"update/{update.job_id}/{update.attempt}/rejected")
             return Verdict(status="rejected", reason=reason)
         if upload.suffix == ".part":
-            coordinator.store.keep(upload, digest)
-        receipt = Receipt(
-            job_id=key,
-            attempt=attempt,
-            base_version=handin.base_version,
-            steps_done=handin.steps_done,
-            train_seconds=handin.train_seconds,
-            admission_delay=handin.admission_delay,
-            samples=handin.samples,
-            nodes=handin.nodes,
-            device=handin.device,
-            digest=digest,
-            part=handin.part,
-        )
+            coordinator.store.keep(upload, update.sha256)
+        done = {name: value for name, value in body(handin.trained).items() if name != "metrics"}
+        receipt = Receipt(admission_delay=handin.admission_delay, digest=update.sha256, **which, **done)
         coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
-        coordinator.store.drop_uploads(facility, sequence)
+        coordinator.store.drop_uploads(update.facility, update.sequence)
         return Verdict(status="accepted")
 
 

@@ -27,14 +27,14 @@ from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import OPERATOR, Access
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
-from fedqueue.coordinator.limits import Limits, Uploads
+from fedqueue.coordinator.limits import Limits, Update, Uploads
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, openapi
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, have, receive, send_file
 from fedqueue.errors import ConfigError
 from fedqueue.failpoints import failpoint
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import Answer, one_line, sequence_of
+from fedqueue.protocol.contract import Address, Answer, Invitation, one_line, sequence_of
 from fedqueue.protocol.reports import Foreseen, Handin, Poll, Scored, Started
 from fedqueue.tensorfile import TensorFileError, UnreadableFileError
 
@@ -52,7 +52,7 @@ SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
 Who = Literal["anyone", "facility", "operator"]
-Reply = Response | Answer | Json
+Reply = Response | Answer | Invitation | Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Endpoint:
 
 
 class Api:
-    def __init__(self, coordinator: Coordinator, access: Access, address: Callable[[], Json]) -> None:
+    def __init__(self, coordinator: Coordinator, access: Access, address: Address) -> None:
         self.coordinator = coordinator
         self.access = access
         self.facility_api = FacilityApi(coordinator)
@@ -213,16 +213,20 @@ def _must_be_this_run(api: Api, call: Call) -> None:
 def _in_protocol_1(answer: Answer) -> Json:
     """Its agents know jobs by their numbers, and take no key that they do not know."""
     made: Json = json.loads(encode(answer))
-    for order in made["orders"]:
-        order["sequence"] = sequence_of(order.pop("job_id"))
-        order["after"] = None if order["after"] is None else sequence_of(order["after"])
-        for name in ("facility", "expected_delay", "replaces"):
-            del order[name]
+    for job, order in zip(answer.orders, made["orders"], strict=True):
+        after = job.order.after
+        order |= {"sequence": job.sequence, "after": None if after is None else sequence_of(after)}
+        _leave(order, "sequence", "round", "wall_seconds", "purpose", "after", "assignment", "model")
         if order["assignment"] is not None:
-            del order["assignment"]["cutoff"]
+            _leave(order["assignment"], "base_version", "steps", "learning_rate", "train_budget")
     if made["standing"] is not None:
         made["standing"]["next_cutoff_in"] = made["standing"].pop("next_cutoff")
     return made
+
+
+def _leave(made: Json, *names: str) -> None:
+    for name in set(made) - set(names):
+        del made[name]
 
 
 def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
@@ -240,8 +244,8 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known
             continue
         elif report.sequence >= ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
-        elif isinstance(report, Started) and report.bound and report.bound.base_version not in models:
-            raise Refused(422, f"{where}: there is no model {report.bound.base_version}")
+        elif isinstance(report, Started) and report.bound and report.bound.work.base_version not in models:
+            raise Refused(422, f"{where}: there is no model {report.bound.work.base_version}")
 
 
 async def _model(api: Api, call: Call) -> Response:
@@ -260,17 +264,12 @@ async def _model(api: Api, call: Call) -> Response:
 
 
 async def _offset(api: Api, call: Call) -> Json:
-    at = call.path
-    path = await api.ask(lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], 8))
-    return {"offset": have(path)}
+    return {"offset": have(await api.ask(lambda: api.facility_api.may_upload(_update(call), 8)))}
 
 
 async def _upload(api: Api, call: Call) -> Json:
-    at, update = call.path, _update(call)
-    size = at["bytes"]
-    path = await api.ask(
-        lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], size)
-    )
+    at, update, size = call.path, _update(call), call.path["bytes"]
+    path = await api.ask(lambda: api.facility_api.may_upload(update, size))
     there = await api.uploads.write(
         update, lambda: receive(call.request, path, offset=at["offset"], total=size), lambda: have(path)
     )
@@ -280,21 +279,21 @@ async def _upload(api: Api, call: Call) -> Json:
 
 
 async def _commit(api: Api, call: Call) -> Reply:
-    at, update = call.path, _update(call)
+    update = _update(call)
     _must_be_this_run(api, call)
     if call.body.part:
         raise Refused(422, "part must be 0: a job of this run hands in once")
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
         over = partial(api.uploads.release, update)
-        answer = await api.facility_api.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
+        answer = await api.facility_api.commit(update, call.body, over)
         if answer.status == "checking":
             goes_on()
     return _Json(answer, 202 if answer.status == "checking" else 200)
 
 
-def _update(call: Call) -> tuple[str, int, int, str]:
-    return call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"]
+def _update(call: Call) -> Update:
+    return Update(call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"])
 
 
 async def _status(api: Api, call: Call) -> Json:
@@ -310,12 +309,13 @@ async def _steer(api: Api, call: Call) -> Json:
     return {"done": word, "hindrance": api.coordinator.state.hindrance}
 
 
-async def _facility(api: Api, call: Call) -> Json:
+async def _facility(api: Api, call: Call) -> Reply:
     name, word = call.path["facility"], call.path["word"]
     if name not in api.coordinator.names:
         raise Refused(404, f"there is no facility {name!r}; there are {', '.join(api.coordinator.names)}")
     if word == "invite":
-        return {"token": await api.ask(lambda: api.access.invite(name)), **api.address()}
+        token, at = await api.ask(lambda: api.access.invite(name)), api.address
+        return Invitation(url=at.url, token=token, certificate=at.certificate, run=at.run)
     if word == "revoke":
         had = await api.ask(lambda: api.access.revoke(name))
         await api.uploads.end_all(name)

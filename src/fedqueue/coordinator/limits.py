@@ -10,9 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from fedqueue.coordinator.coordinator import Refused
+from fedqueue.protocol.contract import JobId, job_id
 
 MOST_AT_ONCE: Final = 16
 """Requests of one facility that are being served; an agent makes three."""
@@ -22,8 +23,18 @@ REPORTS_PER_SECOND: Final = 10.0
 REPORTS_IN_STOCK: Final = 2000
 """What an agent may tell at once after it was away."""
 
-Update = tuple[str, int, int, str]
-"""Facility, sequence, attempt, sha256."""
+
+class Update(NamedTuple):
+    """Bytes that a facility brings, as it names them."""
+
+    facility: str
+    sequence: int
+    attempt: int
+    sha256: str
+
+    @property
+    def job_id(self) -> JobId:
+        return job_id(self.facility, self.sequence)
 
 
 class Limits:
@@ -91,7 +102,7 @@ class Uploads:
                 del self._writing[update]
 
     async def end_all(self, facility: str) -> None:
-        for update in [update for update in self._writing if update[0] == facility]:
+        for update in [update for update in self._writing if update.facility == facility]:
             await self.end(update)
 
     @contextmanager

@@ -84,16 +84,16 @@ def of_type(hint: Any) -> Json:
     if origin is dict:
         return {"type": "object", "additionalProperties": of_type(inner[1])}
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
-        fields = dataclasses.fields(hint)
-        missing = dataclasses.MISSING
-        required = [
-            f.name for f in fields if f.name == "kind" or (f.default is missing and f.default_factory is missing)
-        ]
-        return {
-            "type": "object",
-            "properties": {name: of_type(hints[name]) for name in (f.name for f in fields)},
-            "required": required,
-            "additionalProperties": False,
-        }
+        made: Json = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+        hints, missing = get_type_hints(hint), dataclasses.MISSING
+        for field in dataclasses.fields(hint):
+            if field.metadata.get("inline"):
+                part = of_type(hints[field.name])
+                made["properties"] |= part["properties"]
+                made["required"] += part["required"]
+                continue
+            made["properties"][field.name] = of_type(hints[field.name])
+            if field.name == "kind" or (field.default is missing and field.default_factory is missing):
+                made["required"].append(field.name)
+        return made
     return dict(_PLAIN[hint])

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from fedqueue.coordinator.store import Store
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger, storage_error
+from fedqueue.protocol.codec import Json
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe
@@ -32,7 +33,7 @@ BEST: Final = "best.safetensors"
 """The best one, unless that is the newest."""
 
 
-def store_config(folder: Path, tree: dict[str, Any], config_folder: Path) -> None:
+def store_config(folder: Path, tree: Json, config_folder: Path) -> None:
     write_json(folder / STORED, {"tree": tree, "folder": str(config_folder.absolute())})
 
 
@@ -151,7 +152,7 @@ def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
     return digest, sizes
 
 
-def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
+def finish(coordinator: Coordinator, wall_seconds: float) -> Json:
     """What a run leaves when it is over: the figures, and the last model and the best under plain names. What is there
     stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
     config, folder, newest = coordinator.config, coordinator.folder, coordinator.state.newest
@@ -162,7 +163,7 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
             digest = coordinator.outcomes.models[version]
             tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
     if (folder / SUMMARY).exists():
-        found: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        found: Json = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return found
     summary = coordinator.tally.summary(
         strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
@@ -175,7 +176,7 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
     return summary
 
 
-def _described(coordinator: Coordinator, version: int | None, file: Path) -> dict[str, Any] | None:
+def _described(coordinator: Coordinator, version: int | None, file: Path) -> Json | None:
     if version is None:
         return None
     return {"version": version, "score": coordinator.outcomes.scores.get(version), "file": str(file)}

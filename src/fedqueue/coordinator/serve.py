@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fedqueue import plugins
 from fedqueue.config import Config
@@ -21,6 +21,8 @@ from fedqueue.coordinator.scoring import make_scorer
 from fedqueue.coordinator.server import excusing, listen, serving
 from fedqueue.errors import RunFolderError, StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.protocol.codec import Json
+from fedqueue.protocol.contract import Address
 from fedqueue.protocol.state import View
 from fedqueue.tensorfile import TensorFileError
 
@@ -31,7 +33,7 @@ RETRY_SECONDS: Final = 2.0
 PROBE_BYTES: Final = 1 << 20
 """That must fit then. Less would be full again at once: a ledger that is closed leaves a little room behind."""
 
-Beside = Callable[[Coordinator, Access, dict[str, Any]], AbstractContextManager[object]]
+Beside = Callable[[Coordinator, Access, Address], AbstractContextManager[object]]
 """What runs beside a coordinator while it serves at an address."""
 
 
@@ -44,7 +46,7 @@ def coordinate(
     views: Sequence[View] = (),
     say: Callable[[str], None] = lambda line: None,
     until: Callable[[], bool] = lambda: False,
-) -> dict[str, Any] | None:
+) -> Json | None:
     """The summary when the run is over; None: it was told to leave off, and can go on later."""
     with ExitStack() as stack:
         stack.enter_context(_alone(folder))

@@ -9,7 +9,6 @@ import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.requests import Request
@@ -25,6 +24,7 @@ from fedqueue.coordinator.http_api import Api
 from fedqueue.errors import ConfigError, FedQueueError
 from fedqueue.files import write_json
 from fedqueue.network import is_loopback
+from fedqueue.protocol.contract import Address
 
 ADDRESS = "address.json"
 """In the run folder: where the coordinator listens, for commands on the same machine."""
@@ -38,7 +38,7 @@ HEAD_BYTES = 64 << 10
 @contextlib.contextmanager
 def serving(
     coordinator: Coordinator, access: Access, listener: socket.socket, *, plain: bool = False
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Address]:
     """Answers requests in a thread of its own; gives the address. `plain`: no TLS, which only loopback allows."""
     config, folder = coordinator.config, coordinator.folder
     host, port = listener.getsockname()[:2]
@@ -49,18 +49,19 @@ def serving(
     called = config.server.names[0] if config.server.names else (host if loopback else socket.gethostname())
     url = _url("http" if plain else "https", called, port)
     own = certificate is not None and config.server.certificate is None
-    address = {
-        "url": url,
-        "certificate": certificate.read_text() if own and certificate else None,
-        "run": coordinator.run_id,
-    }
-    api = Api(coordinator, access, lambda: address)
     # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
     near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    local = _url("http" if plain else "https", near, port) if own or plain else url
-    ca = str(certificate.absolute()) if certificate is not None else None
+    address = Address(
+        url=url,
+        certificate=certificate.read_text() if own and certificate else None,
+        run=coordinator.run_id,
+        local=_url("http" if plain else "https", near, port) if own or plain else url,
+        port=port,
+        ca=str(certificate.absolute()) if certificate is not None else None,
+    )
+    api = Api(coordinator, access, address)
     with _answering(api.app, listener, certificate, key):
-        write_json(folder / ADDRESS, {**address, "local": local, "port": port, "ca": ca})
+        write_json(folder / ADDRESS, address)
         try:
             yield address
         finally:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedqueue.protocol.codec import Json
 
 if TYPE_CHECKING:
     from fedqueue.coordinator.access import Access
     from fedqueue.coordinator.coordinator import Coordinator
 
 
-def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
+def status(coordinator: Coordinator, access: Access) -> Json:
     """For `fedqueue status` and whoever else asks."""
     run, strategy = coordinator.state, coordinator.strategy
     if run.stopped is not None:
@@ -63,7 +65,7 @@ def _state(coordinator: Coordinator, name: str, enrolled: set[str]) -> str:
     return "away" if here.away and here.status != "drained" else here.status
 
 
-def _open_jobs(coordinator: Coordinator, name: str) -> list[dict[str, Any]]:
+def _open_jobs(coordinator: Coordinator, name: str) -> list[Json]:
     """Of each: is it queued or running, and for how many seconds of the run clock."""
     jobs = coordinator.state.facilities[name].jobs.values()
     return [
@@ -77,7 +79,7 @@ def _open_jobs(coordinator: Coordinator, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _idleness(coordinator: Coordinator, name: str, enrolled: set[str]) -> dict[str, Any]:
+def _idleness(coordinator: Coordinator, name: str, enrolled: set[str]) -> Json:
     """Why a facility has no job; None: it has one. `until_seconds`: in how many seconds of the run clock that ends."""
     why, until = _why_idle(coordinator, name, enrolled)
     seconds = None if until is None else round(max(0.0, until - coordinator.now), 1)

@@ -158,16 +158,15 @@ def read(kind: type[T], given: Any, where: str) -> T:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where or 'it'}: must be a table, found {given!r}")
     hints = _hints(kind)
-    fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    parts = {name: [f.name for f in dataclasses.fields(hints[name])] for name in fields if _is_inline(fields[name])}
-    allowed = [key for name in fields for key in parts.get(name, [name])]
+    fields: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    allowed = _keys(kind)
     for key in given:
         if key not in allowed:
             raise ConfigError(f"{_place(where, key)}: unknown key; {_hint(str(key), allowed)}")
     values = {}
     for name, field in fields.items():
-        if name in parts:
-            values[name] = read(hints[name], {key: given[key] for key in parts[name] if key in given}, where)
+        if field.metadata.get("inline"):
+            values[name] = read(hints[name], {key: given[key] for key in _keys(hints[name]) if key in given}, where)
         elif name in given:
             values[name] = _value(hints[name], given[name], _place(where, name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -178,8 +177,10 @@ def read(kind: type[T], given: Any, where: str) -> T:
         raise ConfigError(_place(where, str(error).removeprefix(f"{kind.__name__}."))) from None
 
 
-def _is_inline(field: Any) -> bool:
-    return bool(field.metadata.get("inline"))
+def _keys(kind: Any) -> list[str]:
+    """Of its table."""
+    fields, hints = dataclasses.fields(kind), _hints(kind)
+    return [key for f in fields for key in (_keys(hints[f.name]) if f.metadata.get("inline") else [f.name])]
 
 
 def _place(where: str, name: object) -> str:

@@ -13,6 +13,7 @@ Jobs import this file: Python 3.9 and the standard library alone.
 from __future__ import annotations
 
 import re
+from dataclasses import field
 from math import isfinite
 from typing import Final, Literal, Optional, Tuple
 
@@ -212,6 +213,28 @@ class ModelFile:
             raise ValueError("sha256 must be 64 hexadecimal digits")
 
 
+@message
+class Address:
+    """address.json of a run's folder: where its coordinator is, for facilities and for commands on its machine."""
+
+    url: str
+    certificate: Optional[str]  # PEM, where it is of the coordinator's own making
+    run: str
+    local: str  # the URL on its own machine
+    port: int
+    ca: Optional[str]  # the certificate's file there
+
+
+@message
+class Invitation:
+    """All that a facility needs to enrol; good once."""
+
+    url: str
+    token: str
+    certificate: Optional[str]
+    run: str  # tells runs apart, whatever their names
+
+
 # What a coordinator answers -----------------------------------------------------------------------------
 # It may ask for work and offer models. It has no say in what runs at a facility, or where files go; so what it sends
 # are numbers, digests and words from short lists, and an agent takes nothing else.
@@ -343,17 +366,14 @@ class Bound:
 
     standing: int
     cutoff_index: int  # it aims at the standing work's next cutoff plus so many round lengths
-    base_version: int
-    steps: int
-    learning_rate: float
-    train_budget: float
+    work: Assignment = inline()
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "standing", "cutoff_index", "base_version", "train_budget")
-        at_least(self, 1, "steps")
-        more_than(self, 0, "learning_rate")
-        if self.cutoff_index > 1_000_000:  # a job that aims further ahead aims at nothing
-            raise ValueError(f"cutoff_index must be 1000000 at most, found {self.cutoff_index}")
+        _countable(self, "standing")
+        if not 0 <= self.cutoff_index <= 1_000_000:  # a job that aims further ahead aims at nothing
+            raise ValueError(f"cutoff_index must be 0 to 1000000, found {self.cutoff_index}")
+        if self.work.train_budget is None:
+            raise ValueError("train_budget must be there")
 
 
 @message
@@ -367,25 +387,36 @@ class BoundFile:
 
 
 @message
-class Result:
-    """result.json: the job's own word that it is done. When it was, the file's own stamp says."""
+class Trained:
+    """What a job says of its work: to its agent with the update's file, and by that to the coordinator."""
 
     base_version: int
     steps_done: int
     train_seconds: float
-    metrics: dict[str, Optional[float]]  # None: it was not finite
+    samples: int = 0
+    nodes: int = 1
+    device: str = ""  # empty: not said
+    metrics: dict[str, Optional[float]] = field(default_factory=dict)  # None: it was not finite
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "base_version", "steps_done", "train_seconds", "samples")
+        at_least(self, 1, "nodes")
+        if len(self.device) > 200 or not self.device.isprintable():
+            raise ValueError("device must be 200 printable characters at most")
+        check_metrics(self.metrics)
+
+
+@message
+class Result:
+    """result.json: the job's own word that it is done. When it was, the file's own stamp says."""
+
     began_at: float
     finished_at: float
     stopped_by: str
     bytes: int
     sha256: str
-    samples: int = 0
-    nodes: int = 1
-    device: str = ""
+    trained: Trained = inline()
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "base_version", "steps_done", "train_seconds", "samples", "bytes")
-        at_least(self, 1, "nodes")
         if self.bytes > 0 and not _SHA256.fullmatch(self.sha256):  # without bytes it has metrics alone
             raise ValueError("sha256 must be 64 hexadecimal digits")
-        check_metrics(self.metrics)

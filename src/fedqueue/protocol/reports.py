@@ -6,18 +6,20 @@ the contract is in contract.py.
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Callable
+from dataclasses import field, replace
 from itertools import pairwise
 from typing import Any, Final, Literal
 
 from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.protocol.codec import later, message
+from fedqueue.protocol.codec import body, inline, later, message
 from fedqueue.protocol.contract import (
     MOST_REPORTS,
     REASON_LENGTH,
     Assignment,
     Bound,
     Standing,
+    Trained,
     check_metrics,
     job_id,
     one_line,
@@ -270,23 +272,23 @@ class Poll:
 class Handin:
     """What comes with an update whose bytes are all there."""
 
-    base_version: int
-    steps_done: int
-    train_seconds: float
+    trained: Trained = inline()
     admission_delay: float
-    samples: int = 0
-    nodes: int = 1
-    device: str = ""
-    metrics: dict[str, float | None] = field(default_factory=dict)
     part: int = later(default=0)
     run: str = later(default="")
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples", "part")
-        at_least(self, 1, "nodes")
-        if len(self.device) > 200 or not self.device.isprintable():
-            raise ValueError("device must be 200 printable characters at most")
-        check_metrics(self.metrics)
+        at_least(self, 0, "admission_delay", "part")
+
+
+_EVENTS: Final[dict[type, Callable[..., Event]]] = {
+    Submitted: JobSubmitted,
+    Refused: SubmitRefused,
+    Started: JobStarted,
+    Requeued: JobRequeued,
+    Ended: JobEnded,
+    Failed: JobFailed,
+}
 
 
 def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing]) -> Event:
@@ -295,61 +297,22 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
         return ModelScored(at=at, version=report.version, metrics=report.metrics)
     if isinstance(report, Foreseen):
         return report.event(facility, at)
-    job = job_id(facility, report.sequence)
-    match report:
-        case Submitted():
-            return JobSubmitted(at=at, job_id=job)
-        case Refused():
-            return SubmitRefused(at=at, job_id=job, reason=one_line(report.reason), transient=report.transient)
-        case Started():
-            bound = report.bound
-            return JobStarted(
-                at=at,
-                job_id=job,
-                attempt=report.attempt,
-                admission_delay=_seconds(report.admission_delay),
-                bound=_assignment(bound, posts.get(bound.standing)) if bound is not None else None,
-                lingered=_seconds(report.lingered),
-                ago=_seconds(report.ago),
-            )
-        case Requeued():
-            return JobRequeued(
-                at=at,
-                job_id=job,
-                attempt=report.attempt,
-                reason=one_line(report.reason),
-                held_seconds=_seconds(report.held_seconds),
-            )
-        case Ended():
-            return JobEnded(
-                at=at,
-                job_id=job,
-                attempt=report.attempt,
-                steps_done=report.steps_done,
-                train_seconds=_seconds(report.train_seconds),
-                held_seconds=_seconds(report.held_seconds),
-                part=report.part,
-            )
-        case Failed():
-            return JobFailed(
-                at=at,
-                job_id=job,
-                attempt=report.attempt,
-                reason=one_line(report.reason),
-                transient=report.transient,
-                held_seconds=_seconds(report.held_seconds),
-            )
+    facts = {name: _fit(value) for name, value in body(report).items() if name not in ("kind", "n", "sequence")}
+    if isinstance(report, Started) and report.bound is not None:
+        facts["bound"] = _assignment(report.bound, posts.get(report.bound.standing))
+    return _EVENTS[type(report)](at=at, job_id=job_id(facility, report.sequence), **facts)
+
+
+def _fit(value: Any) -> Any:
+    """All numbers with a decimal point are seconds, all texts are for people."""
+    if isinstance(value, float):
+        return _seconds(value)
+    return one_line(value) if isinstance(value, str) else value
 
 
 def _assignment(bound: Bound, posted: Standing | None) -> Assignment:
     """On the run clock; without the standing work nobody knows which cutoff it aims at."""
     cutoff = None
-    if posted is not None and posted.version == bound.base_version:
+    if posted is not None and posted.version == bound.work.base_version:
         cutoff = posted.next_cutoff + bound.cutoff_index * posted.round_length
-    return Assignment(
-        base_version=bound.base_version,
-        steps=bound.steps,
-        learning_rate=bound.learning_rate,
-        train_budget=_seconds(bound.train_budget),
-        cutoff=cutoff,
-    )
+    return replace(bound.work, train_budget=_seconds(bound.work.train_budget or 0.0), cutoff=cutoff)

@@ -201,14 +201,7 @@ def _bind(job: Job, hurried: Callable[[], bool]) -> AssignmentFile:
         learning_rate=found.learning_rate,
         train_budget=found.train_budget,
     )
-    bound = Bound(
-        standing=file.number,
-        cutoff_index=found.cutoff_index,
-        base_version=work.base_version,
-        steps=work.steps,
-        learning_rate=work.learning_rate,
-        train_budget=found.train_budget,
-    )
+    bound = Bound(standing=file.number, cutoff_index=found.cutoff_index, work=work)
     record = BoundFile(bound=bound, bound_at=bound_at, lingered=bound_at - job.entered_at, startup_seconds=startup)
     write_file(job.folder / "bound.json", record)
     return AssignmentFile(assignment=work, model=file.model)

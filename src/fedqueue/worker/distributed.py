@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedqueue.worker.handin import Header, ParticipateError
+from fedqueue.worker.handin import Header, ParticipateError, Tensors
 
 ENVIRONMENTS = (
     ("WORLD_SIZE", ("RANK", "SLURM_PROCID")),  # torchrun, and scripts that set it themselves
@@ -84,7 +84,7 @@ class Ranks(NamedTuple):
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def broadcast_model(ranks: Ranks, path: Path, header: Header) -> dict[str, Any]:
+def broadcast_model(ranks: Ranks, path: Path, header: Header) -> Tensors:
     """The state dict in a safetensors file on every rank, in processor memory; only the first reads the file.
 
     Every rank has read the small header before: names, types and shapes need no other way to travel.

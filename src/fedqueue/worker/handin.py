@@ -29,6 +29,9 @@ FILE_PATIENCE = 60.0
 PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.")
 """What DDP and torch.compile put before every name."""
 
+Tensors = dict[str, Any]
+"""By name: torch tensors or numpy arrays, whatever the script uses."""
+
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
@@ -120,7 +123,7 @@ def load_declared(module: Any, state: Mapping[str, Any]) -> None:
 # Choosing what to hand in -------------------------------------------------------------------------------
 
 
-def choose(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def choose(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Exactly the declared tensors, checked; the rest of `tensors` is not looked at.
 
     >>> import numpy
@@ -210,7 +213,7 @@ def write_update(path: Path, chosen: Mapping[str, Any]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _on_cpu(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _on_cpu(chosen: Mapping[str, Any]) -> Tensors:
     """Contiguous, in processor memory, no two in the same: the format has no tied tensors."""
     import torch
 

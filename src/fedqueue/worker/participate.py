@@ -24,13 +24,14 @@ from types import FrameType
 from typing import Any
 
 from fedqueue.protocol.codec import message
-from fedqueue.protocol.contract import Assignment, AssignmentFile, Result
+from fedqueue.protocol.contract import Assignment, AssignmentFile, Result, Trained
 from fedqueue.worker.binding import Job, await_assignment, dry_run_job, take_work, this_job
 from fedqueue.worker.distributed import Ranks, await_device, broadcast_model, device_in_use
 from fedqueue.worker.handin import (
     FILE_PATIENCE,
     Header,
     ParticipateError,
+    Tensors,
     check_libraries,
     choose,
     describe,
@@ -182,7 +183,7 @@ class Work:
         """The safetensors file of the base model: the tensors that the run declares."""
         return Path(self._taken.model)
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
         if self._ranks.connected:
             return broadcast_model(self._ranks, self.model_path, self._header)
@@ -321,13 +322,15 @@ class Work:
         finished_at = self._job.clock.now()
         try:
             result = Result(
-                base_version=self.base_version,
-                steps_done=self._steps_done,
-                train_seconds=0.0 if self._first is None or self._last is None else self._last - self._first,
-                samples=max(self._samples, self._samples_of_all),
-                nodes=self._job.nodes,
-                device=device_in_use(),
-                metrics=plain,
+                trained=Trained(
+                    base_version=self.base_version,
+                    steps_done=self._steps_done,
+                    train_seconds=0.0 if self._first is None or self._last is None else self._last - self._first,
+                    samples=max(self._samples, self._samples_of_all),
+                    nodes=self._job.nodes,
+                    device=device_in_use(),
+                    metrics=plain,
+                ),
                 began_at=finished_at if self._began_at is None else self._began_at,
                 finished_at=finished_at,
                 stopped_by=self._stopped_by or ("signal" if self._told_to_stop else "script"),
