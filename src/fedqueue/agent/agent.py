@@ -26,6 +26,7 @@ from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer
 from fedqueue.agent.schedulers import (
     JobRequest,
+    Scheduler,
     SchedulerUnreachableError,
     SubmitRefusedError,
     make_scheduler,
@@ -51,8 +52,10 @@ class Agent:
         facility: str,
         client: Client,
         *,
+        scheduler: Scheduler | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`scheduler`: instead of the one that the config names."""
         home.mkdir(parents=True, exist_ok=True)
         (home / "state").mkdir(exist_ok=True)
         self._lease = Lease(home, max(LEAST_LEASE, 3 * config.agent.poll_seconds))
@@ -60,7 +63,8 @@ class Agent:
         self._reached = False  # the coordinator, in this turn
         self._met = False  # the coordinator, since we started
         self._client = client
-        self._station = Station(config, home, facility, make_scheduler(config.scheduler, home), Notes(home), say)
+        scheduler = scheduler or make_scheduler(config.scheduler, home)
+        self._station = Station(config, home, facility, scheduler, Notes(home), say)
         self._model_cache = ModelCache(home, client, self._station.clock, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
         self._evaluation = Evaluation(self._station, self._model_cache, self._worker)
