@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import aggregation, checking, forecasts, history, load, planning, resnet, simulator, training, transfer
+from fedqueue.files import write_json
 from fedqueue.machine import provenance
-from fedqueue.runs import write_json
 
 PARTS = {
     "simulator": simulator,

@@ -25,6 +25,8 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.contract import JobOrder
+from fedqueue.protocol.reports import Ended, Handin, Poll, Report, Started, Submitted
 from fedqueue.runs import replay
 
 AGENTS = 64
@@ -59,7 +61,7 @@ class Agent(threading.Thread):
 
     def __init__(self, url: str, credential: str, number: int, until: float) -> None:
         super().__init__(daemon=True)
-        from fedqueue.agent.transport import Client
+        from fedqueue.agent.http_transport import Client
 
         self._client = Client(url, credential=credential)
         self._journal, self._session = secrets.token_hex(8), secrets.token_hex(8)
@@ -74,70 +76,64 @@ class Agent(threading.Thread):
 
     def run(self) -> None:
         time.sleep(self._number / AGENTS)
-        waiting: list[dict[str, Any]] = []
-        reports: list[dict[str, Any]] = []
+        waiting: list[JobOrder] = []
+        reports: list[Report] = []
         while time.monotonic() < self._until:
             next_poll = time.monotonic() + 1.0
             try:
-                orders = self._poll(reports, [order["sequence"] for order in waiting])
-                known = {order["sequence"] for order in waiting}
-                fresh = [order for order in orders if order["sequence"] not in known]
-                reports = [self._report("submitted", order) for order in fresh]
+                known = [job.sequence for job in waiting]
+                fresh = [job for job in self._poll(reports, known) if job.sequence not in known]
+                reports = [Submitted(n=self._next(), sequence=job.sequence) for job in fresh]
                 waiting += fresh
                 if waiting and time.monotonic() >= self._due:
                     self._due += AGENTS / UPDATES_PER_SECOND
-                    order = waiting.pop(0)
-                    done = {"attempt": 0, "steps_done": 100, "train_seconds": 2.0, "held_seconds": 2.0}
-                    started = self._report("started", order, attempt=0, admission_delay=0.5, ago=0.1)
-                    self._poll([*reports, started, self._report("ended", order, **done)], [order["sequence"]])
+                    job = waiting.pop(0)
+                    which: Any = {"sequence": job.sequence, "attempt": 0}
+                    started = Started(n=self._next(), admission_delay=0.5, ago=0.1, **which)
+                    ended = Ended(n=self._next(), steps_done=100, train_seconds=2.0, held_seconds=2.0, **which)
+                    self._poll([*reports, started, ended], [job.sequence])
                     reports = []
-                    self._hand_in(order)
+                    self._hand_in(job)
             except Exception as error:
                 self.trouble.append(f"{type(error).__name__}: {error}")
             time.sleep(max(0.0, next_poll - time.monotonic()))
 
-    def _report(self, kind: str, order: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    def _next(self) -> int:
         self._reported += 1
-        return {"n": self._reported, "kind": kind, "sequence": order["sequence"], **facts}
+        return self._reported
 
-    def _poll(self, reports: list[dict[str, Any]], open_jobs: list[int]) -> list[dict[str, Any]]:
-        body = {
-            "journal": self._journal,
-            "session": self._session,
-            "generation": 1,
-            "poll_seconds": 1.0,
-            "open": open_jobs,
-            "reports": reports,
-        }
+    def _poll(self, reports: list[Report], open_jobs: list[int]) -> list[JobOrder]:
+        said = Poll(
+            journal=self._journal,
+            session=self._session,
+            generation=1,
+            poll_seconds=1.0,
+            open=open_jobs,
+            reports=reports,
+        )
         began = time.perf_counter()
-        answer = self._client.call("POST", "/v1/poll", body)
+        answer = self._client.poll(said)
         self.claims.append(time.perf_counter() - began)
-        orders: list[dict[str, Any]] = answer["orders"]
-        return orders
+        return answer.orders
 
-    def _hand_in(self, order: dict[str, Any]) -> None:
-        from fedqueue.agent.transport import update_path
+    def _hand_in(self, job: JobOrder) -> None:
         from fedqueue.tensorfile import write
 
-        self._values[0] = order["sequence"]
+        assert job.assignment is not None
+        self._values[0] = job.sequence
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "update"
             write(path, {"weight": self._values})
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            self._client.upload(path, order["sequence"], 0, digest)
-        handin = {
-            "base_version": order["assignment"]["base_version"],
-            "steps_done": 100,
-            "train_seconds": 2.0,
-            "admission_delay": 0.5,
-        }
-        answer = self._client.call("POST", update_path(order["sequence"], 0, digest), handin)
-        while answer["status"] == "checking":
-            answer = self._client.call("POST", update_path(order["sequence"], 0, digest), handin)
-        if answer["status"] != "accepted":
-            self.trouble.append(f"{answer}")
+            self._client.upload(path, job.sequence, 0, digest)
+        base = job.assignment.base_version
+        handin = Handin(base_version=base, steps_done=100, train_seconds=2.0, admission_delay=0.5)
+        while (verdict := self._client.commit(job.sequence, 0, digest, handin)).status == "checking":
+            pass
+        if verdict.status != "accepted":
+            self.trouble.append(f"{verdict}")
         else:
-            self.accepted.append(f"{self._number}/{order['sequence']}")
+            self.accepted.append(f"{self._number}/{job.sequence}")
 
 
 def agents(url: str, credentials: Path) -> None:

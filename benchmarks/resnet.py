@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.figure import Figure
-from fedqueue.training.cifar100 import CLASSES, ResNet18, crop_and_flip
-from fedqueue.training.lanes import Lanes, rows_of
-from fedqueue.training.recorded import SlotJob, capture
 from fedqueue.training.workload import Samples, Workload
+from fedqueue_reproduction.cifar100 import CLASSES, ResNet18, crop_and_flip
 from fedqueue_reproduction.fleet import LANES
+from fedqueue_reproduction.lanes import Lanes, rows_of
+from fedqueue_reproduction.recorded import SlotJob, capture
 
 BATCH = 64
 STEPS = 200

@@ -20,7 +20,7 @@ from fedqueue.sim.learning import RealLearning
 from fedqueue.sim.runner import simulate
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
-from fedqueue.training.tasks import StateDict, Task, Trained, make_task
+from fedqueue.training.tasks import StateDict, Task, Trained, workload_of
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 REPEATS = 3
@@ -63,23 +63,13 @@ def memory() -> list[Figure]:
     return [Figure("memory that a further round takes", (peak(8000) - peak(1000)) / 7000, "bytes", "at most 25")]
 
 
-class _Timed:
-    """A task that notes how long it is trained and scored, and what was asked of it."""
+class _Timed(Task):
+    """Notes how long it is trained and scored, and what was asked of it."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self.name = task.name
+    def __init__(self, config: Config) -> None:
+        super().__init__(workload_of(config.task), config.task, len(config.facility), config.run.seed)
         self.seconds = 0.0
         self.asked: list[tuple[int, int, float]] = []  # facility, steps, rate
-
-    def initial_model(self) -> StateDict:
-        return self._task.initial_model()
-
-    def declared_roles(self) -> dict[str, str]:
-        return self._task.declared_roles()
-
-    def data_sizes(self) -> tuple[int, ...]:
-        return self._task.data_sizes()
 
     def train(
         self,
@@ -93,13 +83,13 @@ class _Timed:
     ) -> Trained:
         self.asked.append((facility, steps, learning_rate))
         began = time.perf_counter()
-        done = self._task.train(facility=facility, model=model, steps=steps, learning_rate=learning_rate, key=key)
+        done = super().train(facility=facility, model=model, steps=steps, learning_rate=learning_rate, key=key)
         self.seconds += time.perf_counter() - began
         return done
 
     def score(self, model: StateDict) -> dict[str, float]:
         began = time.perf_counter()
-        done = self._task.score(model)
+        done = super().score(model)
         self.seconds += time.perf_counter() - began
         return done
 
@@ -110,7 +100,8 @@ def beside_training() -> list[Figure]:
     config = load(EXPERIMENTS / "mnist.toml", [f"task.name={name}", "run.strategy=jit", "run.seconds=12.5"])
     own, whole = [], []
     for _ in range(REPEATS):
-        task = _Timed(make_task(config.task, len(config.facility), config.run.seed))
+        torch.set_num_threads(config.task.threads)
+        task = _Timed(config)
         began = time.perf_counter()
         _simulation(config, task).run()
         simulated = time.perf_counter() - began
@@ -131,7 +122,7 @@ def _simulation(config: Config, task: Task) -> Simulation:
 
 def _bare_loop(task: _Timed, config: Config) -> float:
     """Seconds of a plain loop over the steps that the simulation asked for."""
-    from fedqueue.training.workload import load_workload
+    from fedqueue.training.tasks import load_workload
 
     workload = load_workload(config.task.name, {})
     inputs, targets = workload.train

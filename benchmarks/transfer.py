@@ -96,7 +96,7 @@ def serve(folder: Path, port: str) -> None:
 
 
 def client(what: str, folder: Path, port: str, number: str) -> None:
-    from fedqueue.agent.transport import Client
+    from fedqueue.agent.http_transport import Client
 
     agent = Client(f"https://localhost:{port}", ca=folder / "certificate.pem")
     etag = (folder / "sha256").read_text()
@@ -237,7 +237,7 @@ def rates(folder: Path, port: str, beside: str | None) -> dict[str, float]:
 
 def memory(folder: Path, port: str, server: subprocess.Popen[bytes]) -> tuple[float, float, dict[str, float]]:
     """Peaks in MB of the server and of a client, and seconds of checking and aggregating."""
-    from fedqueue.agent.transport import Client
+    from fedqueue.agent.http_transport import Client
 
     with ExitStack() as stack:
         commands = [ours("upload", str(folder), port, str(i)) for i in range(UPDATES)]

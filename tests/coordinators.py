@@ -24,9 +24,12 @@ from typing import Any
 import numpy as np
 
 from fedqueue import tensorfile
-from fedqueue.agent.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.agent.http_transport import Client, HttpRefusedError
+from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator.access import OPERATOR_FILE
 from fedqueue.coordinator.server import ADDRESS
+from fedqueue.protocol.codec import read
+from fedqueue.protocol.contract import Answer, JobOrder
 from fedqueue.runs import replay
 from tests.slurm import wait_for
 
@@ -167,31 +170,31 @@ class Facility:
         self.n = int(answer["received"])
         return answer
 
-    def order(self) -> dict[str, Any]:
+    def order(self) -> JobOrder:
         """An order, taken to its scheduler; what it had before has failed."""
-        found: list[dict[str, Any]] = []
+        found: list[JobOrder] = []
 
         def there() -> bool:
             self.served.operator().call("POST", f"/v1/facilities/{self.name}/join")
-            found.extend(self.poll()["orders"])
+            found.extend(read(Answer, self.poll(), "answer").orders)
             return bool(found)
 
         if self.taken is not None:
             self.poll(failed(self.taken))
         wait_for(there, 20.0, f"an order for {self.name}", every=0.05)
-        self.taken = int(found[0]["sequence"])
+        self.taken = found[0].sequence
         self.poll({"kind": "submitted", "sequence": self.taken})
         return found[0]
 
-    def running(self) -> dict[str, Any]:
+    def running(self) -> JobOrder:
         """An order whose job has begun to run."""
         order = self.order()
-        self.poll(started(order["sequence"]))
+        self.poll(started(order.sequence))
         return order
 
-    def put(self, order: Mapping[str, Any], content: bytes, digest: str | None = None, attempt: int = 0) -> str:
+    def put(self, order: JobOrder, content: bytes, digest: str | None = None, attempt: int = 0) -> str:
         """Upload these bytes, whatever they are, as that digest; returns the path to commit."""
-        path = f"/v1/updates/{order['sequence']}/{attempt}/{digest or hashlib.sha256(content).hexdigest()}"
+        path = f"/v1/updates/{order.sequence}/{attempt}/{digest or hashlib.sha256(content).hexdigest()}"
         with self.client._request(
             "PUT", f"{path}?offset=0&bytes={len(content)}", {"Content-Length": str(len(content))}, content
         ) as response:
@@ -203,8 +206,10 @@ class Facility:
         handin = {"base_version": base_version, "steps_done": 10, "train_seconds": 1.0, "admission_delay": 0.5}
         return self.client.call("POST", path, {**handin, **changes})
 
-    def hand_in(self, order: Mapping[str, Any], content: bytes, digest: str | None = None) -> dict[str, Any]:
-        return self.commit(self.put(order, content, digest), order["assignment"]["base_version"])
+    def hand_in(self, order: JobOrder, content: bytes, digest: str | None = None) -> dict[str, Any]:
+        """Trained from the version of its assignment, or from the first."""
+        base = order.assignment.base_version if order.assignment is not None else 0
+        return self.commit(self.put(order, content, digest), base)
 
 
 def started(sequence: int, **changes: Any) -> dict[str, Any]:
@@ -229,11 +234,11 @@ def update(folder: Path, value: float = 0.5, **tensors: Any) -> bytes:
     return content
 
 
-def refusal(act: Any, *args: Any, **changes: Any) -> CoordinatorRefusedError:
+def refusal(act: Any, *args: Any, **changes: Any) -> HttpRefusedError:
     """What the coordinator answered when it would not."""
     try:
         answer = act(*args, **changes)
-    except CoordinatorRefusedError as error:
+    except HttpRefusedError as error:
         return error
     raise AssertionError(f"it was not refused: {answer}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.agent_state import Notes
+from fedqueue.agent.agent_state import AtScheduler, Closed, Notes, Ordered, Received
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.model_cache import ModelCache
@@ -17,7 +17,9 @@ from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_sc
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.station import Station
 from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
-from fedqueue.runs import write_json
+from fedqueue.files import write_json
+from fedqueue.protocol.contract import Assignment, EvaluationRequest, JobOrder, ModelFile, Order, Verdict
+from fedqueue.protocol.reports import Ended, Started
 from tests.slurm import wait_for
 
 
@@ -26,7 +28,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.upload: Callable[..., None] = lambda *_: None
-        self.call: Callable[..., dict[str, Any]] = lambda *_: {}
+        self.commit: Callable[..., Verdict] = lambda *_: Verdict(status="accepted")
 
 
 @pytest.fixture
@@ -46,18 +48,14 @@ def station(tmp_path: Path, said: list[str]) -> Iterator[Station]:
 
 def ended_job(station: Station) -> None:
     """Job 0 has run, and its update waits to be handed in."""
-    station.notes.note(
-        {
-            "kind": "order",
-            "sequence": 0,
-            "at": time.time(),
-            "order": {"name": "fq-0", "assignment": {}, "wall_seconds": 3600.0},
-        },
-        {"kind": "submitted", "sequence": 0, "id": "1", "at": time.time()},
-    )
-    for report in ({"kind": "started", "admission_delay": 0.5}, {"kind": "ended"}):
-        station.notes.note(station.notes.report(sequence=0, attempt=0, **report))
-    station.notes.note({"kind": "received", "n": 2})
+    notes = station.notes
+    order = Order(job_id="north/0", facility="north", round=0, wall_seconds=3600.0)
+    work = Assignment(base_version=0, steps=1, learning_rate=0.1)
+    job = JobOrder(order=order, assignment=work, model=ModelFile(version=0, sha256="b" * 64))
+    notes.note(Ordered(name="fq-0", at=time.time(), job=job), AtScheduler(sequence=0, id="1", at=time.time()))
+    notes.note(notes.report(Started, sequence=0, attempt=0, admission_delay=0.5, ago=0.0))
+    notes.note(notes.report(Ended, sequence=0, attempt=0, steps_done=1, train_seconds=1.0, held_seconds=1.0))
+    notes.note(Received(n=2))
     folder = station.folder(station.memory.works[0])
     folder.attempt(0).mkdir(parents=True)
     folder.update(0).write_bytes(b"bytes")
@@ -81,18 +79,18 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
     ended_job(station)
     work = station.memory.works[0]
 
-    def lost(*_: Any) -> dict[str, Any]:
+    def lost(*_: Any) -> Verdict:
         raise CoordinatorUnreachableError("cut")
 
-    coordinator.call = lost
+    coordinator.commit = lost
     turn_until(delivery, lambda: bool(said))
     assert delivery.unanswered(work), "told to cancel the job, the agent waits for the verdict"
 
     def closed(*_: Any) -> None:
-        raise CoordinatorRefusedError("url", 410, "job 0 is not open")
+        raise CoordinatorRefusedError("url: job 0 is not open", "job 0 is not open", "superseded")
 
     coordinator.upload = closed
-    coordinator.call = lambda *_: {"status": "rejected", "reason": "not finite"}
+    coordinator.commit = lambda *_: Verdict(status="rejected", reason="not finite")
     turn_until(delivery, lambda: work.settled)
     delivery.close()
     assert said[-1] == "the update of job 0 (1) was rejected: not finite"
@@ -102,10 +100,10 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
     evaluation = Evaluation(station, model_cache, None)
-    model = {"version": 3, "sha256": "a" * 64}
+    model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
     ended_job(station)
-    evaluation.want({"version": 3, "model": model})
+    evaluation.want(EvaluationRequest(version=3, model=model))
     for _ in range(2):
         evaluation.turn()
     assert said == ["models cannot be scored now: 0.00 of 1.2 node-hours are used, and jobs under way may use the rest"]
@@ -122,10 +120,10 @@ def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str
 def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
     model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
     evaluation = Evaluation(station, model_cache, None)
-    model = {"version": 3, "sha256": "a" * 64}
+    model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
-    station.notes.note({"kind": "closed", "sequence": -1, "node_seconds": 4000.0})
-    evaluation.want({"version": 3, "model": model})
+    station.notes.note(Closed(node_seconds=4000.0))
+    evaluation.want(EvaluationRequest(version=3, model=model))
     for _ in range(2):
         evaluation.turn()
     model_cache.close()

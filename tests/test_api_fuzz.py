@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
-from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
-from fedqueue.coordinator.books import Books
+from fedqueue.agent.http_transport import HttpRefusedError
+from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator.coordinator import Refused
 from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS
 from fedqueue.coordinator.limits import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
@@ -25,19 +25,12 @@ from fedqueue.coordinator.openapi import openapi
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.protocol import reports
-from fedqueue.protocol.messages import (
-    JobId,
-    ModelReady,
-    Receipt,
-    RunStarted,
-    TimerFired,
-    UpdateArrived,
-    job_id,
-)
+from fedqueue.protocol.codec import encode, read
+from fedqueue.protocol.contract import JobId, Receipt, job_id, sequence_of
+from fedqueue.protocol.messages import ModelReady, RunStarted, TimerFired, UpdateArrived
 from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.state import Outcomes, RunState
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.protocol.wire import encode
-from fedqueue.settings import read
 from tests.conftest import STRATEGY_NAMES
 from tests.coordinators import Facility, Raw, Served, ended, failed, refusal, request, serving, started
 
@@ -339,7 +332,7 @@ def evil(served: Served) -> Facility:
 def _says(act: Callable[[], object]) -> int:
     try:
         act()
-    except CoordinatorRefusedError as error:
+    except HttpRefusedError as error:
         return error.status
     return 200
 
@@ -369,7 +362,7 @@ _BOUND = {"standing": 1, "cutoff_index": 0, "base_version": 0, "steps": 10, "lea
         ({"kind": "scored", "version": 0, "metrics": {f"m{i}": 1.0 for i in range(101)}}, 422),
         ({"kind": "scored", "version": 0, "metrics": {"\x1b[2J": 1.0, "score": 1.0}}, 422),
         ({"kind": "stopped"}, 422),
-        ({"kind": ["scored"]}, 400),
+        ({"kind": ["scored"]}, 422),
         ({"kind": None}, 422),
     ],
 )
@@ -408,14 +401,14 @@ def test_reports_that_leave_some_out_are_refused_with_the_number_to_begin_with(e
 
 def test_a_poll_that_comes_twice_counts_once(served: Served, evil: Facility) -> None:
     order = evil.order()
-    again = [{"n": evil.n, "kind": "submitted", "sequence": order["sequence"]}]
+    again = [{"n": evil.n, "kind": "submitted", "sequence": order.sequence}]
     assert [evil.poll(reports=again)["received"] for _ in range(3)] == [evil.n] * 3
     assert len(_told(served, evil)) == 1
 
 
 def test_what_a_facility_says_is_one_printable_line_in_the_ledger(served: Served, evil: Facility) -> None:
     order = evil.order()
-    evil.poll(failed(order["sequence"], reason="it fell\n\x1b[2J\u202edown"))
+    evil.poll(failed(order.sequence, reason="it fell\n\x1b[2J\u202edown"))
     assert [event["reason"] for event in _told(served, evil)] == ["it fell ?[2J?down"]
 
 
@@ -475,7 +468,7 @@ def test_no_order_of_absurd_reports_harms_the_run(served: Served) -> None:
     def say(told: list[tuple[dict[str, Any], bool]]) -> None:
         served.operator().call("POST", "/v1/facilities/south/join")
         orders = south.poll()["orders"]
-        newest = max((order["sequence"] for order in orders), default=3)
+        newest = max((sequence_of(order["job_id"]) for order in orders), default=3)
         for said, hands_in in told:
             sequence = max(0, newest - said["sequence"])
             assert _says(partial(south.poll, {**said, "sequence": sequence})) in (200, 422)
@@ -499,16 +492,16 @@ class Told:
 
 
 class Bench:
-    """The books of a coordinator and one strategy, driven by hand."""
+    """The state of a run and one strategy, driven by hand."""
 
     def __init__(self, strategy: str) -> None:
         kind = STRATEGIES[strategy]
         profiles = tuple(FacilityProfile(name=name, data_weight=0.5) for name in ("evil", "good"))
         options = {"lr_scaling": "inverse"} if strategy in ("fedqueue", "jit") else {}
         self.strategy = kind(Plan(facilities=profiles, round_length=10.0, seconds=1e6), kind.Options(**options))
-        self.books = Books(["evil", "good"])
-        self.books.models[0] = "0" * 64
-        self.tally = Tally(round_length=10.0, nodes={"evil": 1, "good": 1}, targets=[])
+        self.state = RunState(["evil", "good"])
+        self.models = Outcomes(self.state, "0" * 64).models
+        Tally(self.state, round_length=10.0, nodes={"evil": 1, "good": 1}, targets=[])
         self.at = 0.0
         self.tell(RunStarted(at=0.0))
 
@@ -517,29 +510,28 @@ class Bench:
         for command in commands:
             encode(command)  # which takes no infinity
         encode(event)
-        self.books(event, commands)
-        self.tally(event, commands)
+        self.state(event, commands)
         self.at += 0.001  # as a real clock does
 
     def turn(self) -> None:
         """A timer fires, and a model that was asked for is made."""
-        due = self.books.due()
+        due = self.state.due()
         if due is not None and due[0] < 1e6:
             self.at = max(self.at, due[0])
             self.tell(TimerFired(at=self.at, key=due[1]))
-        for version in sorted(self.books.making):
+        for version in sorted(self.state.making):
             self.tell(ModelReady(at=self.at, version=version, digest=f"{version:064}"))
 
     def report(self, facility: str, said: dict[str, Any]) -> None:
         found = read(Told, {"report": {"n": 1, **said}}, "").report
         bound = getattr(found, "bound", None)
-        if bound is None or bound.base_version in self.books.models:
-            self.tell(reports.event_of(found, facility, self.at, self.books.facilities[facility].posts))
+        if bound is None or bound.base_version in self.models:
+            self.tell(reports.event_of(found, facility, self.at, self.state.facilities[facility].posts))
 
     def arrive(self, job: JobId, steps: int, seconds: float) -> None:
-        known = self.books.job(job)
+        known = self.state.open_job(job)
         if known is not None:
-            base = known.assignment.base_version if known.assignment is not None else self.books.newest
+            base = known.assignment.base_version if known.assignment is not None else self.state.newest
             receipt = Receipt(
                 job_id=job,
                 attempt=known.attempt,
@@ -551,7 +543,7 @@ class Bench:
             self.tell(UpdateArrived(at=self.at, receipt=receipt))
 
     def good_works(self) -> None:
-        for sequence in list(self.books.facilities["good"].jobs):
+        for sequence in [job.sequence for job in self.state.facilities["good"].jobs.values()]:
             self.report("good", started(sequence))
             self.report("good", ended(sequence))
             self.arrive(job_id("good", sequence), 10, 1.0)
@@ -565,7 +557,7 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
     def play(acts: list[tuple[dict[str, Any], int, float, int]]) -> None:
         bench = Bench(strategy)
         for report, steps, seconds, what in acts:
-            newest = max(bench.books.facilities["evil"].jobs, default=0)
+            newest = max((job.sequence for job in bench.state.facilities["evil"].jobs.values()), default=0)
             sequence = max(0, newest - report["sequence"])
             if what == 0:
                 bench.arrive(job_id("evil", sequence), steps, seconds)
@@ -577,9 +569,9 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
         for _ in range(6):
             bench.turn()
             bench.good_works()
-        assert bench.books.stopped is None
+        assert bench.state.stopped is None
         if strategy != "fedavg":  # which waits for everybody, by its nature
-            assert bench.books.facilities["good"].ordered > 1
+            assert bench.state.facilities["good"].ordered > 1
 
     play()
 
@@ -590,7 +582,7 @@ def test_no_strategy_is_broken_by_what_a_facility_reports(strategy: str) -> None
 def test_a_flood_of_reports_is_told_to_come_later(served: Served) -> None:
     facility = served.facility("south-1")
     order = facility.order()
-    many = [{"kind": "submitted", "sequence": order["sequence"]}] * 700
+    many = [{"kind": "submitted", "sequence": order.sequence}] * 700
 
     def flood() -> None:
         for _ in range(5):
@@ -620,7 +612,7 @@ def test_one_facility_cannot_hold_more_than_its_share_of_requests(served: Served
     held = [Raw(served) for _ in range(MOST_AT_ONCE)]
     try:
         for number, raw in enumerate(held):
-            path = f"/v1/updates/{order['sequence']}/0/{number:064x}?offset=0&bytes=100"
+            path = f"/v1/updates/{order.sequence}/0/{number:064x}?offset=0&bytes=100"
             raw.send(request("PUT", path, credential=credential, headers=["Content-Length: 100"]))
         with Raw(served) as probe:
             status = 0

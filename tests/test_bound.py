@@ -12,15 +12,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fedqueue.bound import Series, Setting, assess, lemma_bound, sharper_bound
-from fedqueue.cli.bound_text import verdict
-from fedqueue.error_distribution import NEAR, reach, shape_of
 from fedqueue.errors import RunFolderError
-from fedqueue.forecast_errors import Probe, of_pairs, of_run, replay_forecasts
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.messages import JobStarted, SubmitJob
 from fedqueue.protocol.predict import PREDICTORS
 from fedqueue.sim.runner import simulate
+from fedqueue_reproduction.bound import Series, Setting, assess, lemma_bound, sharper_bound
+from fedqueue_reproduction.bound_text import verdict
+from fedqueue_reproduction.error_distribution import NEAR, reach, shape_of
+from fedqueue_reproduction.forecast_errors import Probe, of_pairs, of_run, replay_forecasts
 from tests.conftest import commands_of, config_of, facility, trace_of
 
 

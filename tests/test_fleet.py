@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
 from fedqueue.protocol.roles import buffer_roles
 from fedqueue.sim.runner import Learned, simulate
-from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
-from fedqueue.training.recorded import SlotJob
 from fedqueue.training.settings import TaskSettings
-from fedqueue.training.tasks import RecordedTraining, make_task, seed_of_job, share_out, workload_of
+from fedqueue.training.tasks import load_workload, make_task, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
-from fedqueue.training.workload import Workload, load_workload
+from fedqueue.training.workload import Workload
 from fedqueue_reproduction.fleet import run_many
+from fedqueue_reproduction.lanes import Lanes, RecordedTask, rows_of, why_not_in_lanes
+from fedqueue_reproduction.recorded import SlotJob
 from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 from tests.conftest import STRATEGY_NAMES, facility
@@ -233,12 +234,11 @@ def test_a_job_by_recorded_steps_hands_in_what_the_plain_loop_does() -> None:
     """As on an accelerator, here without graphs: state dict, counters, loss and scores; ended early too."""
     settings = TaskSettings(name="tests.test_fleet:normalised", partition="iid", batch_size=16)
     task, workload = make_task(settings, facilities=1, seed=3), workload_of(settings)
-    recorded = RecordedTraining(workload, Normalised(), settings, workload.train, workload.test)
-    start, seed = task.initial_model(), seed_of_job(3, 0, 8)
-    order = list(batches(torch.arange(90), 16, 9, torch.Generator().manual_seed(seed)))
-    job = SlotJob(recorded.row_of(start), torch.stack(order), 0.01, seed)
+    assert RecordedTask.why_not(workload, settings) is None
+    assert "Adam" in str(RecordedTask.why_not(workload, dataclasses.replace(settings, optimizer="sgd")))
+    recorded, start = RecordedTask(workload, settings, facilities=1, seed=3), task.initial_model()
     for during, done in ((None, 9), (range(4), 4)):
-        found = recorded.train(start, job, during)
+        found = recorded.train(facility=0, model=start, steps=9, learning_rate=0.01, key=8, during=during)
         plain = task.train(facility=0, model=start, steps=done, learning_rate=0.01, key=8)
         assert found.samples == plain.samples == 16 * done
         assert found.loss == pytest.approx(plain.loss, rel=1e-4)

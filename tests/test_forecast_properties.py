@@ -22,7 +22,8 @@ from fedqueue.protocol.budget import (
     reserve,
     train_budget,
 )
-from fedqueue.protocol.messages import JobFailed, PostWork, Record, Standing, SubmitJob, TimerFired, UpdateArrived
+from fedqueue.protocol.contract import Standing
+from fedqueue.protocol.messages import JobFailed, PostWork, Record, SubmitJob, TimerFired, UpdateArrived
 from fedqueue.protocol.predict import LEVELS, PREDICTORS, Forecast, Predictor, make_predictor
 from fedqueue.sim.runner import simulate
 from tests.conftest import commands_of, trace_of

@@ -9,9 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from fedqueue.protocol import messages
+from fedqueue.protocol.codec import body
+from fedqueue.protocol.contract import Assignment
 from fedqueue.protocol.messages import (
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -36,7 +37,6 @@ from fedqueue.protocol.messages import (
 )
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.protocol.wire import body
 from tests.conftest import STRATEGY_NAMES, Trace, config_of, facility, trace_of
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -212,12 +212,13 @@ def test_a_log_written_as_trace_is_read_as_it_was(
 
 
 @quick
-@given(log=logs(), run=st.integers(1, 7))
-def test_a_sort_that_does_not_fit_is_the_sort(log: JobLog, run: int, tmp_path: Path) -> None:
+@given(log=logs(), pages=st.integers(1, 7))
+def test_a_sort_that_does_not_fit_is_the_sort(log: JobLog, pages: int, tmp_path: Path) -> None:
     columns = (log.submit + BEGIN, log.wait, log.run, log.requested, log.procs.astype(np.float64))
     rows = np.array(columns).T
     rows = rows[np.random.default_rng(len(rows)).permutation(len(rows))]
-    with TraceWriter(run) as writer:
+    with TraceWriter() as writer:
+        writer._jobs.execute(f"PRAGMA cache_size = {pages}")
         for part in np.array_split(rows, 3):
             writer.add(part)
         writer.finish(tmp_path / "sorted.csv", clock=True)

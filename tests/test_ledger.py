@@ -24,8 +24,8 @@ from fedqueue.protocol.messages import (
     SetTimer,
     StopRun,
     TimerFired,
+    parse,
 )
-from fedqueue.protocol.wire import parse
 from fedqueue.runs import replay
 from fedqueue.sim.runner import simulate
 from tests.conftest import STRATEGY_NAMES, Trace, config_of, journal

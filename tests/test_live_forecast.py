@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedqueue.agent import live_forecast as foreseeing
-from fedqueue.agent.agent_state import Notes
+from fedqueue.agent.agent_state import AtScheduler, Closed, Notes, Ordered
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
@@ -18,8 +18,9 @@ from fedqueue.filetime import FileClock
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.trace import write_log
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.contract import JobOrder, Order
 from fedqueue.protocol.messages import ForecastIssued
-from fedqueue.protocol.reports import Foreseen, event_of
+from fedqueue.protocol.reports import Foreseen, Started, event_of
 from tests.coordinators import Served, refusal, serving
 from tests.test_forecasting import one_server
 
@@ -87,22 +88,22 @@ class Home:
             self.notes.close()
 
     def order(self, sequence: int) -> None:
-        order = {"name": f"fq-{sequence}", "purpose": "train", "wall_seconds": WALL}
-        self.notes.note({"kind": "order", "sequence": sequence, "at": self.now, "order": order})
+        order = Order(job_id=f"north/{sequence}", facility="north", round=0, wall_seconds=WALL)
+        self.notes.note(Ordered(name=f"fq-{sequence}", at=self.now, job=JobOrder(order=order)))
         self.foreseeing.turn()  # it looks at the queue before the job is there
-        self.notes.note({"kind": "submitted", "sequence": sequence, "id": str(sequence), "at": self.now})
+        self.notes.note(AtScheduler(sequence=sequence, id=str(sequence), at=self.now))
         self.foreseeing.turn()
 
     def start(self, sequence: int, wait: float) -> None:
         self.now += wait
-        report = {"kind": "started", "sequence": sequence, "attempt": 0, "admission_delay": wait}
-        self.notes.note(self.notes.report(**report))
+        self.notes.note(self.notes.report(Started, sequence=sequence, attempt=0, admission_delay=wait, ago=0.0))
         self.foreseeing.turn()
-        self.notes.note({"kind": "closed", "sequence": sequence})
+        self.notes.note(Closed(sequence=sequence))
         self.foreseeing.turn()
 
-    def foreseen(self) -> list[dict[str, Any]]:
-        return [report for report in self.notes.memory.reports.values() if report["kind"] == "foreseen"]
+    def foreseen(self) -> list[Foreseen]:
+        reports = (found.report for found in self.notes.memory.reports.values())
+        return [report for report in reports if isinstance(report, Foreseen)]
 
 
 @pytest.fixture
@@ -130,12 +131,12 @@ def test_scheduler_that_is_wrong_by_a_factor_is_corrected_and_remembered(home: C
     north.scheduler.says = 1000.0
     north.order(40)
     newest = north.foreseen()[-1]
-    assert newest["source"] == "scheduler"
-    assert 90.0 < dict(zip(newest["levels"], newest["seconds"], strict=True))[0.5] < 130.0
-    assert newest["seconds"] == sorted(newest["seconds"])
-    event = event_of(Foreseen(n=1, **{k: v for k, v in newest.items() if k != "at"}), "north", 5.0, {})
+    assert newest.source == "scheduler"
+    assert 90.0 < dict(zip(newest.levels, newest.seconds, strict=True))[0.5] < 130.0
+    assert newest.seconds == sorted(newest.seconds)
+    event = event_of(newest, "north", 5.0, {})
     assert isinstance(event, ForecastIssued)
-    assert event.mean == newest["mean"]
+    assert event.mean == newest.mean
 
 
 def test_without_an_estimate_own_waits_count_and_little_changes_are_not_sent(home: Callable[..., Home]) -> None:
@@ -144,7 +145,7 @@ def test_without_an_estimate_own_waits_count_and_little_changes_are_not_sent(hom
     for sequence in range(30):
         north.order(sequence)
         north.start(sequence, wait=50.0)
-    assert 45.0 < north.foreseen()[-1]["mean"] < 55.0
+    assert 45.0 < north.foreseen()[-1].mean < 55.0
     assert len(north.foreseen()) < 10
 
 
@@ -178,9 +179,9 @@ def test_boosting_learns_from_a_log_and_goes_on_with_listings(tmp_path: Path, ho
     north.start(0, wait=30.0)
     assert north.foreseen(), north.said
     newest = north.foreseen()[-1]
-    assert newest["source"] == "boosting"
-    assert newest["seconds"] == sorted(newest["seconds"])
-    assert newest["mean"] > 0.0
+    assert newest.source == "boosting"
+    assert newest.seconds == sorted(newest.seconds)
+    assert newest.mean > 0.0
 
 
 # At the coordinator -------------------------------------------------------------------------------------------

@@ -7,21 +7,9 @@ import json
 import pytest
 
 from fedqueue.errors import ProtocolError
-from fedqueue.protocol.messages import (
-    Assignment,
-    Command,
-    Event,
-    ForecastIssued,
-    JobStarted,
-    Order,
-    Receipt,
-    Share,
-    TimerFired,
-    facility_of,
-    job_id,
-    sequence_of,
-)
-from fedqueue.protocol.wire import encode, parse
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.contract import Assignment, Order, Receipt, facility_of, job_id, sequence_of
+from fedqueue.protocol.messages import Command, Event, ForecastIssued, JobStarted, Share, TimerFired, parse
 from tests.conftest import STRATEGY_NAMES, config_of, trace_of
 
 

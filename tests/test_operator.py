@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.transport import Client, CoordinatorUnreachableError
+from fedqueue.agent.http_transport import Client
+from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.cli import main
+from fedqueue.protocol.contract import sequence_of
 from fedqueue.protocol.messages import FacilityLeft, UpdateArrived
 from tests.conftest import journal
 from tests.coordinators import (
@@ -117,7 +119,7 @@ def test_status_says_why_a_facility_idles_and_until_when(tmp_path: Path, capsys:
 
         def refuse(reason: str, *, transient: bool) -> str:
             served.operator().call("POST", "/v1/facilities/north/join")
-            taken = north.poll()["orders"][0]["sequence"]
+            taken = sequence_of(north.poll()["orders"][0]["job_id"])
             north.poll({"kind": "refused", "sequence": taken, "reason": reason, "transient": transient})
             return str(of(served, "north")["idle_because"])
 

@@ -24,6 +24,11 @@ def test_the_wheel_has_the_package_and_none_of_the_paper(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("fedqueue-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"fedqueue/__init__.py", "fedqueue/cli/starter.toml", "fedqueue/py.typed"} <= set(names)
+    assert {
+        "fedqueue/__init__.py",
+        "fedqueue/cli/starter.toml",
+        "fedqueue/report/page.html",
+        "fedqueue/py.typed",
+    } <= set(names)
     assert all(name.startswith(("fedqueue/", "fedqueue-")) for name in names)
     assert not [name for name in names if "reproduction" in name or "fleet" in name or "study" in name]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import fedqueue
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.protocol import budget
-from fedqueue.protocol.binding_rule import StandingWork, fit, linger_until
-from fedqueue.protocol.messages import Standing
+from fedqueue.protocol.binding_rule import fit, linger_until
+from fedqueue.protocol.contract import Standing
 from fedqueue.worker.participate import ParticipateError, participate
 from tests.jobs import (
     TRAINED,
@@ -71,7 +71,7 @@ def test_job_and_strategy_fit_the_same_work(
         "least_steps": least,
         "patience": patience,
     }
-    message, work = Standing(**fields), StandingWork(**fields)
+    message, work = Standing(**fields), Standing(**fields)
     bound, found = budget.bind(message, start), fit(work, start)
     assert (bound.steps, bound.learning_rate, bound.train_budget, bound.cutoff) == found[:4]
     assert found.cutoff == work.next_cutoff + found.cutoff_index * work.round_length
@@ -363,7 +363,7 @@ def test_outside_a_job_the_error_says_how_to_try_it() -> None:
     ("settings", "says"),
     [
         ({"model": "none.safetensors", "steps": 1, "learning_rate": 1.0}, "must name a safetensors file"),
-        ({"model": "m.safetensors", "learning_rate": 1.0}, "steps must be of type int, found None"),
+        ({"model": "m.safetensors", "learning_rate": 1.0}, "steps: is missing"),
         ({"model": "m.safetensors", "steps": 0, "learning_rate": 1.0}, "must be above 0"),
         ({"model": "m.safetensors", "steps": 1, "rate": 1.0}, "there is no 'rate'"),
     ],
@@ -397,7 +397,7 @@ def test_dry_run_writes_beside_the_script_and_keeps_earlier_ones(
         ("order.json", "[]", "must hold one JSON object"),
         ("order.json", "{", "is not JSON"),
         ("order.json", '{"protocol": 9}', "protocol must be 2 or 1, found 9"),
-        ("order.json", '{"protocol": 1}', "must be of type str, found None"),
+        ("order.json", '{"protocol": 1}', "standing: is missing"),
     ],
 )
 def test_damaged_job_folder_is_an_error_of_one_line(

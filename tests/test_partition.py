@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedqueue.training.partition import Indices, dirichlet, iid
+from fedqueue.training.tasks import Indices, dirichlet, iid
 
 
 def assert_covers(parts: list[Indices], n: int) -> None:

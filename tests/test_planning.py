@@ -17,10 +17,11 @@ from fedqueue.planning.advice import Advice, Wish, advise
 from fedqueue.planning.candidates import Candidate, ladder
 from fedqueue.planning.curve import LearningCurve, read_curve
 from fedqueue.planning.measure import Worth
-from fedqueue.planning.places import Place, Replay, Waits, alike
+from fedqueue.planning.places import Place, alike
 from fedqueue.planning.search import Searcher, Setting, simulate
 from fedqueue.planning.shapes import Shape, choose, sizes_of
 from fedqueue.report.planning import frontier
+from fedqueue.sim.queues import Recorded
 from tests.conftest import config_of, facility
 
 HOUR = 3600.0
@@ -235,10 +236,11 @@ def test_jobs_that_ask_for_less_are_compared_with_jobs_that_did() -> None:
 
 @given(start=st.floats(0.0, 0.999), at=st.floats(0.0, 1e6))
 def test_replay_gives_the_wait_of_the_next_job_and_begins_anew(start: float, at: float) -> None:
-    waits = Waits([0.0, 10.0, 20.0], [1.0, 2.0, 3.0], 0.0, 21.0, None)
+    submits, waits = [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]
+    queue = Recorded(submits=submits, waits=waits, first=0.0, length=21.0, start=start * 21.0, factor=2.0)
     moment = (start * 21.0 + at) % 21.0
     expected = 1.0 if moment == 0 else 2.0 if moment <= 10 else 3.0 if moment <= 20 else 1.0
-    assert Replay(waits, start, 2.0).delay(0, 0, at) == 2 * expected
+    assert queue.delay(0, 0, at) == 2 * expected
 
 
 def test_ladder_spans_the_waits_and_keeps_to_its_limits() -> None:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from fedqueue import PROTOCOL
 from fedqueue.cli import main
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.protocol.messages import WALL_TIME
+from fedqueue.protocol.contract import WALL_TIME
 from fedqueue.runs import replay
 from tests.conftest import journal, strictly
 from tests.slurm import wait_for

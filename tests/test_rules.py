@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedqueue.protocol.admit import Buffer, Update
 from fedqueue.protocol.budget import bind, scaled_rate, steps_within, train_budget
-from fedqueue.protocol.messages import Receipt, Standing
+from fedqueue.protocol.contract import Receipt, Standing
 from fedqueue.protocol.weigh import discount, normalised, polynomial_discount
 
 TIMES = st.floats(0, 1e6)

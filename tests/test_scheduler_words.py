@@ -24,7 +24,7 @@ from fedqueue.agent.schedulers.sge import refusal as sge_refusal
 from fedqueue.agent.schedulers.slurm import read_status as read_slurm
 from fedqueue.agent.schedulers.slurm import refusal as slurm_refusal
 from fedqueue.errors import ConfigError
-from fedqueue.settings import read
+from fedqueue.protocol.codec import read
 from tests.sites import is_alive
 from tests.slurm import wait_for
 

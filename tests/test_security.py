@@ -28,10 +28,9 @@ import uvicorn
 import fedqueue
 from fedqueue.agent.agent import Agent
 from fedqueue.agent.enrolment import Enrolment, enrol, invitation
-from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer, checked_verdict
+from fedqueue.agent.http_transport import Client, HttpRefusedError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.transport import (
-    Client,
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
@@ -45,6 +44,9 @@ from fedqueue.coordinator.connection import Connection
 from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.errors import ConfigError
 from fedqueue.files import write_secret
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.contract import MOST_ORDERS
+from fedqueue.protocol.reports import Handin, Poll
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
 from tests.slurm import wait_for
 
@@ -136,7 +138,7 @@ def test_an_upload_under_way_ends_when_its_facility_is_revoked(served: Served, t
     served.enrol("south-1")
     order = served.facility("south-1").running()
     content = update(tmp_path)
-    path = f"/v1/updates/{order['sequence']}/0/{hashlib.sha256(content).hexdigest()}"
+    path = f"/v1/updates/{order.sequence}/0/{hashlib.sha256(content).hexdigest()}"
     with Raw(served) as raw:
         length = f"Content-Length: {len(content)}"
         query = f"?offset=0&bytes={len(content)}"
@@ -191,11 +193,11 @@ def test_a_facility_touches_only_its_own_updates(served: Served, tmp_path: Path)
     assert north.client.call("GET", path) == {"offset": 500}
     south.poll()
     mine = south.running()
-    assert mine["sequence"] == 0
-    theirs = path.replace(f"/updates/{order['sequence']}/", "/updates/0/")
+    assert mine.sequence == 0
+    theirs = path.replace(f"/updates/{order.sequence}/", "/updates/0/")
     assert south.client.call("GET", theirs) == {"offset": 0}  # of its own job of that number
     assert refusal(south.commit, theirs, 0).status == 409
-    other = path.replace(f"/updates/{order['sequence']}/", "/updates/7/")
+    other = path.replace(f"/updates/{order.sequence}/", "/updates/7/")
     assert refusal(south.client.call, "GET", other).status == 410
     south.poll(failed(0))
     assert refusal(south.client.call, "GET", theirs).status == 410
@@ -212,7 +214,7 @@ def test_a_facility_reports_only_of_its_own_jobs(served: Served) -> None:
     jobs = {f["name"]: f["jobs"] for f in served.status()["facilities"]}
     south.poll(failed(max(0, ordered - 1)))
     assert next(f["jobs"] for f in served.status()["facilities"] if f["name"] == "north") == jobs["north"]
-    assert order["sequence"] not in north.poll(open=[order["sequence"]])["cancel"]
+    assert order.sequence not in north.poll(open=[order.sequence])["cancel"]
 
 
 def test_only_the_facility_that_scores_models_may_say_their_score(tmp_path: Path) -> None:
@@ -516,7 +518,7 @@ def test_a_forged_update_is_refused_with_its_reason(name: str, served: Served, t
     make, reason = _FORGED[name]
     north = served.facility("north")
     order = north.running()
-    verdict = north.hand_in({**order, "assignment": {"base_version": 0}}, make(tmp_path))
+    verdict = north.hand_in(order, make(tmp_path))
     north.taken = None
     assert verdict["status"] == "rejected"
     assert reason in verdict["reason"]
@@ -526,8 +528,8 @@ def test_a_forged_update_is_refused_with_its_reason(name: str, served: Served, t
 def test_bytes_that_are_not_those_of_the_digest_are_refused(served: Served, tmp_path: Path) -> None:
     north = served.facility("north")
     order = north.running()
-    with pytest.raises(CoordinatorRefusedError, match="its sha256 is") as refused:
-        north.hand_in({**order, "assignment": {"base_version": 0}}, update(tmp_path), "a" * 64)
+    with pytest.raises(HttpRefusedError, match="its sha256 is") as refused:
+        north.hand_in(order, update(tmp_path), "a" * 64)
     assert refused.value.status == 409
     assert refused.value.answer["offset"] == 0, "nothing of it is kept: the right bytes may come"
 
@@ -537,7 +539,7 @@ def test_an_upload_of_ten_gigabytes_is_refused_before_it_is_read(served: Served)
     north = served.facility("north")
     order = north.running()
     huge = 10 << 30
-    path = f"/v1/updates/{order['sequence']}/0/{'b' * 64}"
+    path = f"/v1/updates/{order.sequence}/0/{'b' * 64}"
     targets = [("PUT", f"{path}?offset=0&bytes={huge}"), ("PUT", f"{path}?offset=0&bytes=4000"), ("POST", path)]
     before = served.memory()
     for method, target in [*targets, ("POST", "/v1/poll"), ("POST", "/v1/enroll")]:
@@ -567,9 +569,9 @@ def test_bytes_that_come_after_the_check_do_not_count(quick: Served, tmp_path: P
     """A connection opened early must not change an update that was found good: a sum that is not finite ends a run."""
     north = quick.facility("north")
     order = north.running()
-    base = order["assignment"]["base_version"] if order["assignment"] else quick.status()["model"]
+    base = order.assignment.base_version if order.assignment else quick.status()["model"]
     content = update(tmp_path)
-    path = f"/v1/updates/{order['sequence']}/0/{hashlib.sha256(content).hexdigest()}"
+    path = f"/v1/updates/{order.sequence}/0/{hashlib.sha256(content).hexdigest()}"
     credential = quick.credentials["north"]
     with Raw(quick) as early:
         length = f"Content-Length: {len(content)}"
@@ -713,16 +715,18 @@ def _suspects(node: ast.AST) -> Iterator[str]:
 
 _SHA = hashlib.sha256(b"model").hexdigest()
 _MODEL = {"version": 0, "sha256": _SHA}
-_WORK = {"base_version": 0, "steps": 10, "learning_rate": 0.1, "train_budget": None}
+_WORK = {"base_version": 0, "steps": 10, "learning_rate": 0.1, "train_budget": None, "cutoff": None}
 _ORDER = {
-    "sequence": 0, "round": 0, "wall_seconds": 5.0, "purpose": "train", "after": None,
-    "assignment": _WORK, "model": _MODEL,
+    "job_id": "north/0", "facility": "north", "round": 0, "wall_seconds": 5.0, "expected_delay": None,
+    "purpose": "train", "after": None, "replaces": None, "assignment": _WORK, "model": _MODEL,
 }  # fmt: skip
 _STANDING = {
-    "number": 1, "next_cutoff_in": 5.0, "version": 0, "round_length": 10.0, "steps_per_second": 1.0, "overhead": 0.0,
+    "number": 1, "next_cutoff": 5.0, "version": 0, "round_length": 10.0, "steps_per_second": 1.0, "overhead": 0.0,
     "min_steps": 1, "learning_rate": 0.1, "lr_scaling": "none", "least_steps": None, "patience": 0.0, "model": _MODEL,
 }  # fmt: skip
 _ANSWER = {"received": 0, "orders": [_ORDER], "cancel": [], "standing": _STANDING, "evaluate": None, "over": None}
+
+_POLL = Poll(journal="a" * 16, session="b" * 16, generation=1, poll_seconds=5.0)
 
 _OUT = "/../../../../outside"
 
@@ -730,25 +734,34 @@ _HOSTILE: dict[str, dict[str, Any]] = {
     "a digest that is a path": {"orders": [{**_ORDER, "model": {"version": 0, "sha256": _OUT}}]},
     "a digest that is none": {"orders": [{**_ORDER, "model": {"version": 0, "sha256": "A" * 64}}]},
     "a version that is a path": {"orders": [{**_ORDER, "model": {"version": _OUT, "sha256": _SHA}}]},
-    "a number that is a path": {"orders": [{**_ORDER, "sequence": _OUT}]},
-    "a number that is a command": {"orders": [{**_ORDER, "sequence": "0; touch outside"}]},
-    "a negative number": {"orders": [{**_ORDER, "sequence": -1}]},
-    "a number of 4000 digits": {"orders": [{**_ORDER, "sequence": 10**4000}]},
+    "a number that is a path": {"orders": [{**_ORDER, "job_id": f"north/{_OUT}"}]},
+    "a facility that is a path": {"orders": [{**_ORDER, "job_id": f"{_OUT}/0", "facility": _OUT}]},
+    "an order of another facility": {"orders": [{**_ORDER, "job_id": "south/0", "facility": "south"}]},
+    "an order whose job is another facility's": {"orders": [{**_ORDER, "job_id": "south/0"}]},
+    "a job that is a number": {"orders": [{**_ORDER, "job_id": 0}]},
+    "a number that is a command": {"orders": [{**_ORDER, "job_id": "north/0; touch outside"}]},
+    "a negative number": {"orders": [{**_ORDER, "job_id": "north/-1"}]},
+    "a number of 4000 digits": {"orders": [{**_ORDER, "job_id": "north/1" + "0" * 4000}]},
     "a purpose that is a command": {"orders": [{**_ORDER, "purpose": "$(touch outside)"}]},
     "a wall time that is none": {"orders": [{**_ORDER, "wall_seconds": float("nan")}]},
     "a wall time that is text": {"orders": [{**_ORDER, "wall_seconds": "5 --wrap=id"}]},
     "a wall time of 4000 digits": {"orders": [{**_ORDER, "wall_seconds": 10**4000}]},
     "an order after a list": {"orders": [{**_ORDER, "after": [1]}]},
+    "an order after a path": {"orders": [{**_ORDER, "after": f"north/{_OUT}"}]},
+    "an order to score": {"orders": [{**_ORDER, "purpose": "evaluate"}]},
+    "an order by the run clock": {"orders": [{**_ORDER, "assignment": {**_WORK, "cutoff": 5.0}}]},
+    "steps beyond counting": {"orders": [{**_ORDER, "assignment": {**_WORK, "steps": 2**53 + 1}}]},
+    "another run": {"run": "another"},
     "steps that are text": {"orders": [{**_ORDER, "assignment": {**_WORK, "steps": "__import__('os')"}}]},
     "more keys in an order": {"orders": [{**_ORDER, "command": "touch outside", "environment": {"PATH": "."}}]},
     "a script": {"script": "touch outside"},
-    "too many orders": {"orders": [{**_ORDER, "sequence": n} for n in range(MOST_ORDERS + 1)]},
+    "too many orders": {"orders": [{**_ORDER, "job_id": f"north/{n}"} for n in range(MOST_ORDERS + 1)]},
     "orders that are text": {"orders": "touch outside"},
     "an order that is none": {"orders": [None]},
     "a cancel that is a list": {"cancel": [[0]]},
     "standing work with a path": {"standing": {**_STANDING, "model": {"version": 0, "sha256": _OUT}}},
     "standing work with more keys": {"standing": {**_STANDING, "state_dir": _OUT}},
-    "standing work without end": {"standing": {**_STANDING, "next_cutoff_in": float("inf")}},
+    "standing work without end": {"standing": {**_STANDING, "next_cutoff": float("inf")}},
     "standing work that is text": {"standing": "touch outside"},
     "an evaluation of a path": {"evaluate": {"version": _OUT, "model": _MODEL}},
     "an end that is a list": {"over": ["touch outside"]},
@@ -756,17 +769,29 @@ _HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _HOSTILE)
-def test_an_answer_that_is_none_is_not_taken(name: str) -> None:
+_OF_OTHERS = ("a facility that is a path", "an order of another facility", "another run")
+"""What only an agent can tell, who knows its own name."""
+
+
+@pytest.mark.parametrize("name", [name for name in _HOSTILE if name not in _OF_OTHERS])
+def test_an_answer_that_is_none_is_not_taken(name: str, fake: type[FakeCoordinator]) -> None:
+    fake.answer = {**_ANSWER, **_HOSTILE[name]}
     with pytest.raises(CoordinatorUnreachableError, match="none that this agent knows"):
-        checked_answer({**_ANSWER, **_HOSTILE[name]})
+        Client(fake.url).poll(_POLL)  # type: ignore[attr-defined]
 
 
-def test_a_right_answer_is_taken_as_it_is() -> None:
-    assert checked_answer(_ANSWER) == _ANSWER
-    assert checked_verdict({"status": "rejected", "reason": "a\x1b[2J\nb"})["reason"] == "a?[2J b"
+def test_a_right_answer_is_taken_as_it_is(fake: type[FakeCoordinator]) -> None:
+    client = Client(fake.url)  # type: ignore[attr-defined]
+    fake.answer = _ANSWER
+    assert json.loads(encode(client.poll(_POLL))) == _ANSWER
+    fake.answer = {**_ANSWER, "over": "a\x1b[2J\nb"}
+    assert client.poll(_POLL).over == "a?[2J b"
+    handin = Handin(base_version=0, steps_done=1, train_seconds=1.0, admission_delay=0.0)
+    fake.answer = {"status": "rejected", "reason": "a\x1b[2J\nb"}
+    assert client.commit(0, 0, _SHA, handin).reason == "a?[2J b"
+    fake.answer = {"status": "run this"}
     with pytest.raises(CoordinatorUnreachableError):
-        checked_verdict({"status": "run this"})
+        client.commit(0, 0, _SHA, handin)
 
 
 class FakeCoordinator(BaseHTTPRequestHandler):
@@ -846,7 +871,7 @@ def test_a_job_runs_the_agents_own_command_whatever_is_ordered(fake: type[FakeCo
     first = {**_ORDER, "purpose": "warm_up"}
     second = {
         **_ORDER,
-        "sequence": 1,
+        "job_id": "north/1",
         "round": 2**53,
         "wall_seconds": 1e300,
         "assignment": {**_WORK, "steps": 2**53, "learning_rate": 1e300, "train_budget": 1e300},

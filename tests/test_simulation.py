@@ -26,7 +26,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
 )
-from fedqueue.sim.queues import Trace, make_queue, read_trace
+from fedqueue.sim.queues import Recorded, make_queue, read_trace
 from fedqueue.sim.runner import simulate
 from tests.conftest import config_of, facility, trace_of
 
@@ -113,8 +113,8 @@ def test_real_trace_is_read_whole(name: str, median: float) -> None:
     if found is None:
         pytest.skip(f"traces/{name}.csv.gz is not under {data.root()}: set FEDQUEUE_DATA to the folder that has it")
     queue = queue_of(TraceQueue(kind="trace", file=f"{name}.csv.gz"))
-    assert isinstance(queue, Trace)
-    assert float(np.median(queue._waits)) == median
+    assert isinstance(queue, Recorded)
+    assert float(np.median(queue.waits)) == median
 
 
 def test_chained_job_waits_from_the_end_of_the_other_and_may_keep_its_age() -> None:

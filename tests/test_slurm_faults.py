@@ -11,15 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedqueue.protocol.messages import (
-    WALL_TIME,
-    JobFailed,
-    JobRequeued,
-    JobStarted,
-    JobSubmitted,
-    SubmitRefused,
-    UpdateArrived,
-)
+from fedqueue.protocol.contract import WALL_TIME
+from fedqueue.protocol.messages import JobFailed, JobRequeued, JobStarted, JobSubmitted, SubmitRefused, UpdateArrived
 from tests.faults.harness import COORDINATOR, until
 from tests.slurm import SYSTEM_PATH, Cluster, clusters, processes_with
 from tests.slurm_runs import SlurmRun

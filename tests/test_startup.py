@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedqueue.protocol.messages import WALL_TIME, JobFailed, SubmitJob
+from fedqueue.protocol.contract import WALL_TIME
+from fedqueue.protocol.messages import JobFailed, SubmitJob
 from tests.faults.harness import WORKER, Run, free_port, tree_of
 
 STARTUP = 7.0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedqueue.config import Config, FacilitySettings, parse
 from fedqueue.metrics import Tally
 from fedqueue.protocol.budget import RULES
+from fedqueue.protocol.contract import Receipt, facility_of
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -32,7 +33,6 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
-    Receipt,
     Record,
     RunPaused,
     RunResumed,
@@ -42,10 +42,9 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
 )
 from fedqueue.protocol.predict import PREDICTORS
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site
 from tests.conftest import STRATEGY_NAMES, Trace
@@ -184,7 +183,7 @@ def run(
         trace.append((event, list(commands)))
         assert len(trace) < 200_000, "the run does not end"
 
-    simulation = Simulation(config, sites, TimingOnly(1.0), strategy, [listen])
+    simulation = Simulation(config, sites, Learning(1.0), strategy, [listen])
     for event in operator:
         simulation._at(event.at, JOBS, simulation._tell, event)
     simulation.run()
@@ -344,9 +343,10 @@ def summary_of(config: Config, events: Sequence[Event]) -> dict[str, Any]:
     """What a run's figures are after these events."""
     sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
     strategy = make_strategy(config, make_plan(config, sites, None))
-    tally = Tally(round_length=config.run.round_length, nodes={f.name: 2 for f in config.facility}, targets=[0.3, 0.9])
+    nodes = {f.name: 2 for f in config.facility}
+    tally = Tally(strategy.state, round_length=config.run.round_length, nodes=nodes, targets=[0.3, 0.9])
     for event in events:
-        tally(event, strategy.handle(event))
+        strategy.handle(event)
     return tally.summary(strategy=config.run.strategy, seed=1, wall_seconds=0.0)
 
 

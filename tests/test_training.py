@@ -247,10 +247,10 @@ def test_a_skewed_split_needs_integer_labels() -> None:
         ({"batch_size": 0}, "batch_size must be 1 or more, found 0"),
         ({"threads": 0}, "threads must be 1 or more, found 0"),
         ({"train_samples": 0}, "train_samples must be 1 or more, found 0"),
-        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha must be above 0, found 0.0"),
+        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha must be more than 0, found 0.0"),
         ({"momentum": 0.5}, "momentum must be 0 with optimizer 'adam', found 0.5"),
         ({"weight_decay": -1.0}, "weight_decay must be 0 or more, found -1.0"),
-        ({"optimizer": "lion"}, "optimizer must be 'adam' or 'sgd' or 'adamw', found 'lion'"),
+        ({"optimizer": "lion"}, "optimizer must be one of adam, sgd, adamw, found 'lion'"),
     ],
 )
 def test_settings_name_the_field_that_is_wrong(fields: dict[str, object], message: str) -> None:

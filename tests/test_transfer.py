@@ -29,8 +29,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from fedqueue.agent.http_transport import Client, HttpRefusedError
 from fedqueue.agent.transport import (
-    Client,
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
@@ -368,7 +368,7 @@ def test_a_coordinator_that_has_more_than_the_file_is_refused(
 def test_a_wrong_credential_is_refused_with_the_reason(
     server: Server, certificate: tuple[Path, Path], update: Path
 ) -> None:
-    refused = pytest.raises(CoordinatorRefusedError, match="unknown credential")
+    refused = pytest.raises(HttpRefusedError, match="unknown credential")
     with client(server.port, certificate, credential="wrong") as agent, refused as caught:
         agent.upload(update, 3, 0, SHA256)
     assert (caught.value.status, caught.value.reason, caught.value.exit_code) == (401, "unknown credential", 9)

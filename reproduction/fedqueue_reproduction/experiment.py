@@ -17,7 +17,7 @@ from fedqueue import config as run_config
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.metrics import target_key
-from fedqueue.settings import read
+from fedqueue.protocol.codec import read
 
 FOLDER: Final = "experiments"
 
@@ -311,7 +311,7 @@ def load(path: Path) -> Experiment:
         )
         _check(experiment)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {str(error).removeprefix('.')}") from None
+        raise ConfigError(f"{path}: {error}") from None
     return experiment
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -22,14 +22,15 @@ from torch import Tensor
 from fedqueue.aggregate import Contribution, aggregate, roles_of
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.messages import Aggregate, Assignment
+from fedqueue.protocol.contract import Assignment
+from fedqueue.protocol.messages import Aggregate
 from fedqueue.protocol.roles import buffer_roles, must_match
 from fedqueue.sim.learning import Key, Learning, luck_of
-from fedqueue.training.lanes import Lanes, rows_of, why_not_in_lanes
-from fedqueue.training.recorded import Scorer, SlotJob, put
-from fedqueue.training.rows import Rows
 from fedqueue.training.tasks import chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue.training.trainer import batches
+from fedqueue_reproduction.lanes import Lanes, rows_of, why_not_in_lanes
+from fedqueue_reproduction.recorded import Scorer, SlotJob, put
+from fedqueue_reproduction.rows import Rows
 from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack
 
@@ -202,10 +203,11 @@ class _Model:
         self.row, self.parts = row, rows.parts(row)
 
 
-class FleetLearning:
+class FleetLearning(Learning):
     """The learning of one run among many. A model is one flat row on the device, in parts that are averaged alike."""
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
+        super().__init__(bench.megabytes)
         settings, seed = config.task, config.run.seed
         self._seed = seed
         self._bench = bench
@@ -216,10 +218,8 @@ class FleetLearning:
         first = bench.rows.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
         self._models: dict[int, _Model] = {0: _Model(bench.rows, put(first, bench.device))}
         self._updates: dict[Key, tuple[_Ticket, int, int]] = {}  # ticket, base version, steps
-        self._corrupt: set[Key] = set()
-        self.roles: Mapping[str, str] = bench.roles
+        self.roles = bench.roles
         self.data_sizes = [len(part) for part in self._parts]
-        self.megabytes = bench.megabytes
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
         part = self._parts[facility]
@@ -238,9 +238,6 @@ class FleetLearning:
             self.foresee(key, facility, number, work, steps)
         return steps * min(self._bench.batch_size, len(self._parts[facility]))
 
-    def corrupt(self, key: Key) -> None:
-        self._corrupt.add(key)
-
     def misfit(self, key: Key) -> str | None:
         ticket = self._updates[key][0]
         self._wait(ticket)
@@ -258,8 +255,8 @@ class FleetLearning:
         self._models[command.to_version] = _Model(rows, rows.join(made))
 
     def forget(self, key: Key) -> None:
+        super().forget(key)
         self._updates.pop(key, None)
-        self._corrupt.discard(key)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         held = {base for _, base, _ in self._updates.values()}

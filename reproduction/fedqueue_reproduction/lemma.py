@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Final
 
-from fedqueue.bound import lemma_bound, sharper_bound
-from fedqueue.error_distribution import reach
+from fedqueue_reproduction.bound import lemma_bound, sharper_bound
+from fedqueue_reproduction.error_distribution import reach
 from fedqueue_reproduction.experiment import Cell
 from fedqueue_reproduction.findings import Findings
 

@@ -17,8 +17,10 @@ from typing import Any, Final
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.metrics import Tally, target_key
-from fedqueue.protocol.messages import Command, Event, JobId, ModelScored, Order, Record, SubmitJob, UpdateArrived
+from fedqueue.protocol.contract import JobId, Order
+from fedqueue.protocol.messages import Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
 from fedqueue.protocol.predict.base import quantile_of
+from fedqueue.protocol.state import RunState
 from fedqueue.runs import rounded
 from fedqueue.sim.runner import Learned, simulate
 
@@ -63,9 +65,8 @@ class Recorder:
         self._round_length = getattr(config.options(), "round_length", None) or config.run.round_length
         self._targets = config.run.targets
         # Of its own: what a run has cost until a model is scored is asked in the middle of it.
-        self._tally = Tally(
-            round_length=self._round_length, nodes={f.name: f.nodes for f in config.facility}, targets=()
-        )
+        self._state = RunState([facility.name for facility in config.facility])
+        self._tally = Tally.of(config, self._state, targets=())
         self._orders: dict[JobId, tuple[float, Order]] = {}  # when it was submitted
         self._curve: list[Point] = []
         self._arrivals: list[float] = []
@@ -74,7 +75,7 @@ class Recorder:
         self._deferred: list[float] = []  # weights
 
     def __call__(self, event: Event, commands: Sequence[Command]) -> None:
-        self._tally(event, commands)
+        self._state(event, commands)
         for command in commands:
             if type(command) is SubmitJob:
                 self._orders[command.order.job_id] = event.at, command.order

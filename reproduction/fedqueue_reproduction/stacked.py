@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedqueue.training.keyed import draws
-from fedqueue.training.recorded import quick
-from fedqueue.training.rows import Rows
+from fedqueue.training.trainer import draws
+from fedqueue_reproduction.recorded import quick
+from fedqueue_reproduction.rows import Rows
 
 Drop = Callable[[Tensor, float, int], Tensor]
 """(activations, probability, number of the layer) -> what is left of them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from fedqueue.bound import lemma_bound, sharper_bound
+from fedqueue_reproduction.bound import lemma_bound, sharper_bound
 from fedqueue_reproduction.claims import Comparison, Judgement, Overall, compare, condense, judge
 from fedqueue_reproduction.experiment import Claim, matches, setting_text
 from fedqueue_reproduction.findings import Findings

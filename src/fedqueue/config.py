@@ -19,9 +19,9 @@ from fedqueue.agent.schedulers.settings import SchedulerSettings
 from fedqueue.errors import ConfigError
 from fedqueue.plugins import register_rules
 from fedqueue.protocol.checks import at_least, more_than, share
+from fedqueue.protocol.codec import read
 from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.settings import read
 from fedqueue.training.settings import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen
@@ -301,7 +301,7 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         config = read(Config, {**tree, "strategy": options, "folder": str(home)}, "")
         _check_across(config)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {str(error).removeprefix('.')}") from None
+        raise ConfigError(f"{where}: {error}") from None
     return config
 
 

@@ -35,10 +35,10 @@ from fedqueue.coordinator.coordinator import Coordinator, Scorer
 from fedqueue.coordinator.run_folder import ensure_ledger
 from fedqueue.coordinator.scoring import TASK, ScoringThread, is_scored_here, read_metrics
 from fedqueue.coordinator.serve import coordinate
-from fedqueue.engine import Listener
 from fedqueue.errors import ConfigError, FedQueueError
 from fedqueue.in_process import PythonCommand, shown
 from fedqueue.one_machine import agent_settings, end_left_behind, enrol, extra_waits, task_job
+from fedqueue.protocol.state import View
 
 LOOK_SECONDS: Final = 0.02
 WALL_SECONDS: Final = 86_400.0  # a job has at least: whoever looks at it takes their time
@@ -48,9 +48,7 @@ class _Cancelled(BaseException):
     """The end of a job that nobody wants any more."""
 
 
-def debug(
-    config: Config, folder: Path, *, listeners: Sequence[Listener], say: Callable[[str], None]
-) -> dict[str, Any] | None:
+def debug(config: Config, folder: Path, *, views: Sequence[View], say: Callable[[str], None]) -> dict[str, Any] | None:
     """From the main thread: the summary when the run is over; None: interrupted, and can go on."""
     config = replace(config, folder=str(Path(config.folder).absolute()))  # jobs may change where we are
     command = config.worker.command if config.worker.command is not None else shlex.join(task_job(folder))
@@ -67,7 +65,7 @@ def debug(
             plain=True,
             beside=_Agents(config, folder, main, job, say, stopping).beside,
             make_scorer=lambda *_: make_scorer,
-            listeners=listeners,
+            views=views,
             say=say,
             until=stopping.is_set,
         )
@@ -262,8 +260,9 @@ class _Agents:
             self.say(f"{facility.name}: {line}")
 
         try:
-            client = Enrolment.load(home).client(home, None)
-            agent = Agent(config, home, facility.name, client, scheduler=scheduler, say=say)
+            enrolment = Enrolment.load(home)
+            transport = enrolment.client(home, None)
+            agent = Agent(config, home, facility.name, transport, run=enrolment.run, scheduler=scheduler, say=say)
             try:
                 agent.run(once=False, stopping=stopping)
             finally:

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from fedqueue.protocol.messages import (
-    Aggregate,
-    AssignWork,
-    CancelJob,
-    Command,
-    Event,
-    PostWork,
-    Record,
-    SetTimer,
-    StopRun,
-    SubmitJob,
-)
+from fedqueue.protocol.messages import Command, Event
 from fedqueue.protocol.strategies import Strategy
 
 Listener = Callable[[Event, Sequence[Command]], None]
@@ -24,32 +13,16 @@ Listener = Callable[[Event, Sequence[Command]], None]
 
 
 class Driver(Protocol):
-    """Acts: one method a command. It never calls back into the engine from one; what comes of it is a later event."""
+    """Acts. It never calls back into the engine from there; what comes of it is a later event."""
 
-    def submit_job(self, command: SubmitJob) -> None: ...
-    def assign_work(self, command: AssignWork) -> None: ...
-    def post_work(self, command: PostWork) -> None: ...
-    def cancel_job(self, command: CancelJob) -> None: ...
-    def set_timer(self, command: SetTimer) -> None: ...
-    def aggregate(self, command: Aggregate) -> None: ...
-    def record(self, command: Record) -> None: ...
-    def stop_run(self, command: StopRun) -> None: ...
+    def act(self, command: Command) -> None: ...
 
 
 class Engine:
     def __init__(self, strategy: Strategy, driver: Driver, listeners: Sequence[Listener] = ()) -> None:
         self._strategy = strategy
+        self._driver = driver
         self._listeners = listeners
-        self._acts: dict[type, Callable[[Any], None]] = {
-            SubmitJob: driver.submit_job,
-            AssignWork: driver.assign_work,
-            PostWork: driver.post_work,
-            CancelJob: driver.cancel_job,
-            SetTimer: driver.set_timer,
-            Aggregate: driver.aggregate,
-            Record: driver.record,
-            StopRun: driver.stop_run,
-        }
 
     def advance(self, event: Event) -> None:
         """One step of a run."""
@@ -57,4 +30,4 @@ class Engine:
         for listener in self._listeners:
             listener(event, commands)
         for command in commands:
-            self._acts[type(command)](command)
+            self._driver.act(command)

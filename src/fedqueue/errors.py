@@ -78,5 +78,5 @@ class ReplayError(FedQueueError):
     exit_code = 7
 
 
-class ProtocolError(FedQueueError):
+class ProtocolError(FedQueueError, ValueError):
     exit_code = 70

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from fedqueue import __version__
 from fedqueue.errors import RunFolderError, StorageError, what_to_do
-from fedqueue.protocol.messages import Command, Event
-from fedqueue.protocol.wire import encode, encode_value, parse
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.messages import Command, Event, parse
 from fedqueue.schema import SCHEMA
 
 FILE: Final = "ledger.sqlite"
@@ -55,7 +55,7 @@ class Ledger:
                 self._db.execute("PRAGMA synchronous = OFF")
             if meta is not None:
                 facts = {"format": FORMAT, **meta}
-                rows = [(key, encode_value(value)) for key, value in facts.items()]
+                rows = [(key, encode(value)) for key, value in facts.items()]
                 self._db.execute("BEGIN")
                 for statement in SCHEMA.split(";\n"):
                     self._db.execute(statement)
@@ -134,7 +134,7 @@ class Ledger:
     def note(self, key: str, value: Any) -> None:
         """Put a fact about the run beside its config."""
         try:
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, encode_value(value)))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, encode(value)))
         except sqlite3.Error as error:
             raise storage_error(self._path, error) from None
 

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from fedqueue import tensorfile
+from fedqueue.coordinator.store import object_path
 from fedqueue.errors import ReplayError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-
-OBJECTS: Final = "objects"
-"""The folder of a real run's models and updates: each file is named by its sha256."""
-
-
-def finite(score: object) -> float | None:
-    """A score, or None where it is not a number: such a model is never the best."""
-    return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
-
-
-def best_of(scores: Mapping[int, float | None]) -> int | None:
-    """The version with the highest score, the oldest of equals.
-
-    >>> best_of({0: 0.5, 1: None, 2: 0.9, 3: 0.9})
-    2
-    """
-    known = {version: score for version, score in sorted(scores.items()) if score is not None}
-    return max(known, key=lambda version: known[version], default=None)
-
-
-def object_path(folder: Path, digest: str) -> Path:
-    return folder / OBJECTS / f"{digest}.safetensors"
+from fedqueue.metrics import best_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +60,7 @@ def read_models(folder: Path) -> Models:
         Model(
             version=version,
             ready_at=at,
-            score=finite(scores.get(version)),
+            score=scores.get(version),
             digest=digest,
             file=object_path(folder, digest),
         )

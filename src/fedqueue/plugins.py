@@ -5,6 +5,8 @@
     fedqueue.predictors    maker(first, smoothing) of a `Predictor`
     fedqueue.schedulers    a class that is made with (settings, home), has the methods of `Scheduler`, and a dataclass
                            `Settings` whose `kind` is a Literal
+    fedqueue.workloads     a function that returns a `Workload`: a task by the name of the entry point
+    fedqueue.tasks         a `Task` class with why_not(workload, settings); where that is None it trains on a GPU
     fedqueue.listeners     maker(config, folder) of a function that is told every event with its commands
 
 docs/plugins.md has an example of each. What is added cannot take the place of something of ours.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,11 +12,11 @@ from typing import Any, Final
 
 from fedqueue import __version__
 from fedqueue.config import Config, import_modules
-from fedqueue.errors import ReplayError, RunFolderError, StorageError, what_to_do
+from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.codec import encode
 from fedqueue.protocol.plan import FacilityProfile, FailurePolicy, Plan
 from fedqueue.protocol.strategies import STRATEGIES, Strategy
-from fedqueue.protocol.wire import encode
 
 SUMMARY: Final = "summary.json"
 
@@ -60,22 +58,6 @@ def _make(folder: Path) -> Path:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another folder") from None
     return folder
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all: written beside, then renamed."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
 
 
 def describe(config: Config, plan: Plan, *, seed: int, driver: str) -> dict[str, Any]:

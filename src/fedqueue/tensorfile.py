@@ -19,7 +19,7 @@ from typing import BinaryIO, Final, Self
 
 import numpy as np
 
-from fedqueue.errors import StorageError, what_to_do
+from fedqueue.files import writing
 from fedqueue.protocol.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
 from fedqueue.protocol.weigh import model_factors, statistic_factors
 from fedqueue.tensorheader import (
@@ -438,10 +438,8 @@ class _Target:
     def create(cls, path: Path) -> Iterator[Self]:
         beside = path.with_name(path.name + ".part")
         try:
-            with beside.open("wb", buffering=CHUNK_BYTES) as file:
+            with writing(path), beside.open("wb", buffering=CHUNK_BYTES) as file:
                 yield cls(path, beside, file)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
         finally:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)

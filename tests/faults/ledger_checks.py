@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.contract import Receipt, sequence_of
 from fedqueue.protocol.messages import (
     Aggregate,
     Event,
@@ -21,7 +22,6 @@ from fedqueue.protocol.messages import (
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Receipt,
     Record,
     SetTimer,
     StopRun,
@@ -29,9 +29,8 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    sequence_of,
+    parse,
 )
-from fedqueue.protocol.wire import parse
 from fedqueue.runs import replay
 from tests.faults.worker import read_values, step_of
 

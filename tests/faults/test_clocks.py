@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fedqueue.protocol.messages import JobEnded, JobFailed, JobStarted, SetTimer, sequence_of
+from fedqueue.protocol.contract import sequence_of
+from fedqueue.protocol.messages import JobEnded, JobFailed, JobStarted, SetTimer
 from tests.faults.facts import ended_with
 from tests.faults.harness import COORDINATOR, FACILITIES, SOURCE, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_run

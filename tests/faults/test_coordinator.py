@@ -16,12 +16,7 @@ import pytest
 
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.protocol.messages import (
-    CoordinatorResumed,
-    JobStarted,
-    ModelScored,
-    UpdateArrived,
-)
+from fedqueue.protocol.messages import CoordinatorResumed, JobStarted, ModelScored, UpdateArrived
 from tests.coordinators import refusal, serving, update
 from tests.faults.facts import check, ended_with, fill, small_disk, updates
 from tests.faults.harness import (
@@ -74,7 +69,7 @@ def test_a_verdict_outlives_the_coordinator_and_its_update_counts_once(tmp_path:
         for path, verdict in given:
             again = {"base_version": 0, "steps_done": 99, "train_seconds": 1.0, "admission_delay": 0.5}
             assert [client.call("POST", path, again) for _ in range(2)] == [verdict, verdict]
-        other = f"/v1/updates/{north.running()['sequence'] + 1}/0/{'a' * 64}"
+        other = f"/v1/updates/{north.running().sequence + 1}/0/{'a' * 64}"
         assert refusal(client.call, "POST", other, again).status == 410
         served.replays()
         with LedgerReader(served.folder / FILE) as ledger:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
+from fedqueue.protocol.contract import WALL_TIME
 from fedqueue.protocol.messages import (
-    WALL_TIME,
     FacilityJoined,
     FacilityLeft,
     JobFailed,

@@ -20,7 +20,8 @@ from tests.faults.harness import (
 
 def kinds(home: Path) -> list[str]:
     with closing(Journal(home)) as journal:
-        return [entry["kind"] for entry in journal.lines()]
+        entries: Any = list(journal.lines())
+        return [entry["kind"] for entry in entries]
 
 
 @pytest.mark.parametrize("lost", [1, 20, 60])

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError, update_path
+from fedqueue.agent.http_transport import update_path
+from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
 from fedqueue.cli import main
 from fedqueue.protocol.messages import ModelReady, RunPaused, RunResumed, UpdateArrived
 from tests.coordinators import Served, serving, update
@@ -129,7 +130,7 @@ def a_round_but_for_one_update(folder: Path, rounds: int = 1) -> Iterator[tuple[
 
         def hand_in() -> str:
             """Its verdict, or why it cannot be taken now; an agent comes again then."""
-            south, sequence = served.agents["south"], int(orders["south"]["sequence"])
+            south, sequence = served.agents["south"], orders["south"].sequence
             try:
                 with suppress(CoordinatorRefusedError):  # it is in, and only its verdict was lost
                     south.client.upload(content, sequence, 0, digest)
@@ -335,7 +336,9 @@ def test_an_operators_pause_stays_when_the_fault_is_mended(tmp_path: Path, capsy
         assert shown(capsys, "status", served).splitlines()[0].endswith("paused")
         assert not served.facility("north").poll()["orders"]
         shown(capsys, "resume", served)
-        assert served.facility("north").order()["model"]["version"] == 1
+        model = served.facility("north").order().model
+        assert model is not None
+        assert model.version == 1
 
 
 def test_a_run_that_is_held_can_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

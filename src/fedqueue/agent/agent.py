@@ -10,20 +10,31 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import Memory, Notes, Work
+from fedqueue.agent.agent_state import (
+    AtScheduler,
+    Intended,
+    Marked,
+    Memory,
+    Notes,
+    Ordered,
+    Received,
+    Reported,
+    RunOver,
+    Work,
+)
 from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.job_folder import JobFolder, script
 from fedqueue.agent.journal import Lease
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.model_cache import ModelCache
-from fedqueue.agent.poll_response import MOST_ORDERS, checked_answer
 from fedqueue.agent.schedulers import (
     JobRequest,
     Scheduler,
@@ -34,11 +45,22 @@ from fedqueue.agent.schedulers import (
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.agent.staging import stage_worker
 from fedqueue.agent.station import Station
-from fedqueue.agent.transport import Client, CoordinatorRefusedError, CoordinatorUnreachableError
+from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError, Transport
 from fedqueue.agent.watching import Watching
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
-from fedqueue.protocol.reports import MOST_REPORTS, REASON_LENGTH
+from fedqueue.protocol.contract import (
+    MOST_ORDERS,
+    MOST_REPORTS,
+    REASON_LENGTH,
+    Answer,
+    JobOrder,
+    Order,
+    OrderFile,
+    job_id,
+    sequence_of,
+)
+from fedqueue.protocol.reports import Poll, Refused, Report, Started, Submitted, Unscored
 
 LEAST_LEASE: Final = 120.0  # seconds
 GOODBYE_SECONDS: Final = 5.0
@@ -50,8 +72,9 @@ class Agent:
         config: AgentConfig,
         home: Path,
         facility: str,
-        client: Client,
+        transport: Transport,
         *,
+        run: str = "",
         scheduler: Scheduler | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -62,13 +85,13 @@ class Agent:
         self._session = secrets.token_hex(8)
         self._reached = False  # the coordinator, in this turn
         self._met = False  # the coordinator, since we started
-        self._client = client
+        self._transport = transport
         scheduler = scheduler or make_scheduler(config.scheduler, home)
-        self._station = Station(config, home, facility, scheduler, Notes(home), say)
-        self._model_cache = ModelCache(home, client, self._station.clock, self._station.trouble)
+        self._station = Station(config, home, facility, scheduler, Notes(home), say, run)
+        self._model_cache = ModelCache(home, transport, self._station.clock, self._station.trouble)
         self._worker = stage_worker(home) if config.agent.stage_worker else None
         self._evaluation = Evaluation(self._station, self._model_cache, self._worker)
-        self._delivery = Delivery(self._station, client)
+        self._delivery = Delivery(self._station, transport)
         self._watching = Watching(self._station, self._delivery.on_its_way)
         self._live_forecast = LiveForecast(self._station)
 
@@ -115,7 +138,7 @@ class Agent:
     def _say_stuck(self) -> None:
         """Nothing can be done for now; whoever asks the coordinator why should find out."""
         with suppress(FedQueueError):
-            self._client.call("POST", "/v1/poll", {**self._poll_body([]), "stuck": True})
+            self._transport.poll(self._poll([], stuck=True))
 
     def close(self) -> None:
         """End in peace: the coordinator may take another agent at once."""
@@ -134,7 +157,7 @@ class Agent:
         until = time.monotonic() + (GOODBYE_SECONDS if self.over is not None else 0.0)
         while True:
             try:
-                self._client.call("POST", "/v1/poll", self._poll_body([], leaving=True))
+                self._transport.poll(self._poll([], leaving=True))
                 return
             except CoordinatorUnreachableError:
                 if time.monotonic() >= until:
@@ -166,21 +189,23 @@ class Agent:
 
     # Telling and doing ----------------------------------------------------------------------------------
 
-    def _poll_body(self, reports: list[dict[str, Any]], *, leaving: bool = False) -> dict[str, Any]:
-        return {
-            "journal": self._memory.journal_id,
-            "session": self._session,
-            "generation": self._lease.generation,
-            "host": socket.gethostname(),
-            "poll_seconds": self._station.settings.poll_seconds,
-            "standing": self._model_cache.standing_number,
-            "open": sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
-            "newest": self._memory.newest_report,
-            "unscored": [{"version": v, "reason": why} for v, why in self._memory.unscored.items()],
-            "reports": reports,
-            "leaving": leaving,
-            "troubles": self._station.troubles(),
-        }
+    def _poll(self, reports: list[Report], *, leaving: bool = False, stuck: bool = False) -> Poll:
+        return Poll(
+            journal=self._memory.journal_id,
+            session=self._session,
+            generation=self._lease.generation,
+            host=socket.gethostname(),
+            poll_seconds=self._station.settings.poll_seconds,
+            standing=self._model_cache.standing_number,
+            open=sorted(n for n, work in self._memory.works.items() if not work.settled)[:MOST_REPORTS],
+            newest=self._memory.newest_report,
+            unscored=[Unscored(version=version, reason=why) for version, why in self._memory.unscored.items()],
+            reports=reports,
+            leaving=leaving,
+            troubles=self._station.troubles(),
+            stuck=stuck,
+            run=self._station.run,
+        )
 
     def _tell_and_do(self) -> None:
         memory = self._memory
@@ -189,42 +214,49 @@ class Agent:
             return
         received_at = self._station.clock.now()
         self._station.fine("coordinator")
-        self._compare(answer["received"])
-        if answer["over"] != memory.over:  # noted: who is killed on its way out need not find the coordinator again
-            self._station.notes.note({"kind": "over", "reason": answer["over"]})
-        for order in answer["orders"]:
-            self._take_order(order)
-        for sequence in answer["cancel"]:
+        self._compare(answer.received)
+        if answer.over != memory.over:  # noted: who is killed on its way out need not find the coordinator again
+            self._station.notes.note(RunOver(reason=answer.over))
+        for job in answer.orders:
+            self._take_order(job)
+        for sequence in answer.cancel:
             work = memory.works.get(sequence)
             if work is None:
                 self._cancel_unknown(sequence)
             elif not work.cancelled:
                 self._cancel(work)
-        self._model_cache.want(answer["standing"], received_at)
-        needed = [work.order["model"] for work in memory.works.values() if work.order["model"] is not None]
-        self._evaluation.want(answer["evaluate"])
+        self._model_cache.want(answer.standing, received_at)
+        needed = [work.job.model for work in memory.works.values() if work.job.model is not None]
+        self._evaluation.want(answer.evaluate)
         self._model_cache.keep([*needed, *self._evaluation.models()], self._taken())
         self._delivery.turn()
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _ask(self) -> Answer | None:
         """Tell what is new, and hear what is to be done; None: the coordinator does not know us yet, or is away."""
         memory = self._memory
         # At first no report of this process: the coordinator may have others of the same numbers from a lost journal.
         numbers = [n for n in sorted(memory.reports) if self._met or n <= self._station.notes.found]
-        reports = [self._said_now(n, memory.reports[n]) for n in numbers[: MOST_REPORTS // 4]]
+        reports = [self._said_now(memory.reports[n]) for n in numbers[: MOST_REPORTS // 4]]
         try:
-            answer = checked_answer(self._client.call("POST", "/v1/poll", self._poll_body(reports)))
+            answer = self._transport.poll(self._poll(reports))
+            self._must_be_ours(answer)
         except CoordinatorUnreachableError as error:
             self._station.trouble("coordinator", f"the coordinator is out of reach: {error}")
             return None
         except CoordinatorRefusedError as error:
-            if "received" not in error.answer:
+            if error.refusal != "set back":
                 raise
             self._met = True
             self._follow_coordinator()
             return None
         self._reached = True
         return answer
+
+    def _must_be_ours(self, answer: Answer) -> None:
+        """Job ids go into names of files and into scripts."""
+        wrong = [job.order.facility for job in answer.orders if job.order.facility != self._station.facility]
+        if answer.run not in ("", self._station.run) or wrong:
+            raise CoordinatorUnreachableError("the coordinator's answer is for another run or facility")
 
     def _compare(self, received: int) -> None:
         """The coordinator's newest report of ours, against ours: an older copy of either may have been restored."""
@@ -239,7 +271,7 @@ class Agent:
         elif received < acknowledged:
             self._follow_coordinator()
         elif received > acknowledged:
-            notes.note({"kind": "received", "n": received})
+            notes.note(Received(n=received))
         self._met = True
 
     def _follow_coordinator(self) -> None:
@@ -251,30 +283,27 @@ class Agent:
 
     def _taken(self) -> set[int]:
         """Versions that open jobs took from standing work."""
-        folders = [self._station.folder(work) for work in self._memory.works.values() if not work.order["assignment"]]
-        return {bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
+        folders = [self._station.folder(work) for work in self._memory.works.values() if work.job.assignment is None]
+        return {bound.bound.base_version for f in folders if (bound := f.bound(f.attempts() - 1)) is not None}
 
-    def _said_now(self, n: int, report: Mapping[str, Any]) -> dict[str, Any]:
+    def _said_now(self, found: Reported) -> Report:
         """A report as it is sent: how long ago, instead of when."""
-        said = {key: value for key, value in report.items() if key not in ("at", "took_work_at")}
-        if said["kind"] == "started":
-            said["ago"] = max(0.0, self._station.clock.now() - report["took_work_at"])
-        return {"n": n, **said}
+        if not isinstance(found.report, Started) or found.took_work_at is None:
+            return found.report
+        return replace(found.report, ago=max(0.0, self._station.clock.now() - found.took_work_at))
 
-    def _take_order(self, order: dict[str, Any]) -> None:
-        sequence, memory = order["sequence"], self._memory
-        if sequence in memory.works or any(r.get("sequence") == sequence for r in memory.reports.values()):
+    def _take_order(self, job: JobOrder) -> None:
+        sequence, memory = job.sequence, self._memory
+        if sequence in memory.works or memory.untold(sequence):
             return  # the coordinator has not heard yet of what became of it
         if sequence <= memory.known:
             reason = "this facility has had an order of this number, and no longer has it"
             self._station.say(f"job {sequence} was refused: {reason}")
-            report = self._station.notes.report(kind="refused", sequence=sequence, reason=reason, transient=True)
-            self._station.notes.note(report)
-        elif len(memory.works) < MOST_ORDERS:
-            named = {**order, "name": self._name(sequence)}
             self._station.notes.note(
-                {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": named}
+                self._station.notes.report(Refused, sequence=sequence, reason=reason, transient=True)
             )
+        elif len(memory.works) < MOST_ORDERS:
+            self._station.notes.note(Ordered(at=self._station.clock.now(), name=self._name(sequence), job=job))
             failpoint("agent.ordered")
 
     def _name(self, sequence: int) -> str:
@@ -288,28 +317,22 @@ class Agent:
             self._station.notes.note(self._station.closing(work, 0.0))
             return
         self._station.say(f"{work} is cancelled: the coordinator does not want it any more")
-        self._station.notes.note({"kind": "cancel", "sequence": work.sequence})
+        self._station.notes.note(Marked(kind="cancelled", sequence=work.sequence))
 
     def _cancel_unknown(self, sequence: int) -> None:
         """A job that was ours before the journal was lost or set back: the scheduler may have it still."""
         name = JobFolder(self._station.home, str(sequence)).name() or self._name(sequence)
-        order = {
-            "name": name,
-            "purpose": "train",
-            "wall_seconds": 1.0,
-            "after": None,
-            "assignment": None,
-            "model": None,
-        }
+        facility, now = self._station.facility, self._station.clock.now()
+        order = Order(job_id=job_id(facility, sequence), facility=facility, round=0, wall_seconds=1.0)
         self._station.notes.note(
-            {"kind": "order", "sequence": sequence, "at": self._station.clock.now(), "order": order},
-            {"kind": "intent", "sequence": sequence, "at": self._station.clock.now()},
-            {"kind": "cancel", "sequence": sequence},
+            Ordered(at=now, name=name, job=JobOrder(order=order)),
+            Intended(sequence=sequence, at=now),
+            Marked(kind="cancelled", sequence=sequence),
         )
 
     def _submit_what_waits(self) -> None:
         for work in sorted(self._memory.works.values(), key=lambda work: work.sequence):
-            unbound = work.order["assignment"] is None and not self._model_cache.standing_path.exists()
+            unbound = work.job.assignment is None and not self._model_cache.standing_path.exists()
             if work.scheduler_id is None and (work.intended or not unbound):  # otherwise it would find no work
                 try:
                     self._submit(work)
@@ -337,7 +360,7 @@ class Agent:
         wall = self._station.wall(work)
         self._station.check_cap(wall)
         folder.prepare(self._order_file(work, wall), self._script(folder, work))
-        before = self._memory.works.get(work.order["after"]) if work.order["after"] is not None else None
+        before = self._memory.works.get(sequence_of(work.order.after)) if work.order.after is not None else None
         request = JobRequest(
             name=work.name,
             script=folder.script,
@@ -348,7 +371,7 @@ class Agent:
         failpoint("agent.prepared")
         asked_at = self._station.clock.now()
         if not work.intended:
-            self._station.notes.note({"kind": "intent", "sequence": work.sequence, "at": asked_at})
+            self._station.notes.note(Intended(sequence=work.sequence, at=asked_at))
         work.asked_at = asked_at
         failpoint("agent.intended")
         scheduler_id = self._station.scheduler.submit(request)
@@ -356,9 +379,9 @@ class Agent:
         self._submitted(work, scheduler_id, self._station.clock.now())
 
     def _submitted(self, work: Work, scheduler_id: str, at: float) -> None:
-        report = self._station.notes.report(kind="submitted", sequence=work.sequence)
+        report = self._station.notes.report(Submitted, sequence=work.sequence)
         self._station.notes.note(
-            {"kind": "submitted", "sequence": work.sequence, "id": scheduler_id, "at": at},
+            AtScheduler(sequence=work.sequence, id=scheduler_id, at=at),
             *([report] if not work.cancelled else []),  # otherwise nobody waits for it
         )
         self._station.say(f"{work} is at the scheduler")
@@ -366,27 +389,24 @@ class Agent:
     def _refuse(self, work: Work, reason: str, transient: bool) -> None:
         self._station.notes.note(
             self._station.notes.report(
-                kind="refused", sequence=work.sequence, reason=reason[:REASON_LENGTH], transient=transient
+                Refused, sequence=work.sequence, reason=reason[:REASON_LENGTH], transient=transient
             ),
             self._station.closing(work, 0.0),
         )
 
-    def _order_file(self, work: Work, wall: float) -> dict[str, Any]:
-        order = work.order
-        return {
-            "protocol": PROTOCOL,
-            "name": work.name,
-            "job_id": f"{self._station.facility}/{work.sequence}",
-            "facility": self._station.facility,
-            "round": order["round"],
-            "purpose": order["purpose"],
-            "wall_seconds": wall,
-            "nodes": self._station.nodes,
-            "standing": str(self._model_cache.standing_path),
-            "state_dir": str(self._station.home / "state"),
-            "model": str(self._model_cache.path(order["model"])) if order["model"] is not None else None,
-            "assignment": order["assignment"],
-        }
+    def _order_file(self, work: Work, wall: float) -> OrderFile:
+        job = work.job
+        return OrderFile(
+            protocol=PROTOCOL,
+            name=work.name,
+            order=replace(job.order, wall_seconds=wall),
+            nodes=self._station.nodes,
+            standing=str(self._model_cache.standing_path),
+            state_dir=str(self._station.home / "state"),
+            assignment=job.assignment,
+            model=str(self._model_cache.path(job.model)) if job.model is not None else None,
+            run=self._station.run,
+        )
 
     def _script(self, folder: JobFolder, work: Work) -> str:
         return script(
@@ -395,5 +415,5 @@ class Agent:
             before=self._station.settings.before,
             environment=self._station.settings.environment,
             python_path=self._worker,
-            label=f"{self._station.facility}/{work.sequence}",
+            label=work.order.job_id,
         )

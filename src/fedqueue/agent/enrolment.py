@@ -8,11 +8,12 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from fedqueue.agent.transport import Client
+from fedqueue.agent.http_transport import Client
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import write_secret
+from fedqueue.protocol.codec import encode, message, read
 
 FILE: Final = "credential"
 MARK: Final = "fedqueue1:"
@@ -64,6 +65,16 @@ class Enrolment:
         return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
 
 
+@message
+class Invitation:
+    """All that a facility needs to enrol; good once."""
+
+    url: str
+    token: str
+    certificate: str | None
+    run: str  # tells runs apart, whatever their names
+
+
 def make_home(home: Path) -> None:
     """Its owner's alone, if it is not there."""
     try:
@@ -73,8 +84,8 @@ def make_home(home: Path) -> None:
 
 
 def invitation(url: str, token: str, certificate: str | None, run: str) -> str:
-    """One word that holds all a facility needs to enrol; good once. `run` tells runs apart, whatever their names."""
-    packed = json.dumps({"url": url, "token": token, "certificate": certificate, "run": run}).encode()
+    """As one word."""
+    packed = encode(Invitation(url=url, token=token, certificate=certificate, run=run)).encode()
     return MARK + base64.urlsafe_b64encode(packed).decode()
 
 
@@ -82,44 +93,39 @@ def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
     """Use an invitation; the credential is in the home then."""
     held = _open(text)
     make_home(home)  # while the invitation is still good
-    if (home / FILE).exists() and Enrolment.load(home).run not in ("", held["run"]):
+    if (home / FILE).exists() and Enrolment.load(home).run not in ("", held.run):
         raise ConfigError(
             f"{home}: belongs to another run, whose jobs and journal it holds; name another home for this one"
         )
     with tempfile.TemporaryDirectory() as folder:
         ca = None
-        if held["certificate"] is not None:
+        if held.certificate is not None:
             ca = Path(folder) / "coordinator.pem"
-            ca.write_text(held["certificate"])
-        client = Client(held["url"], ca=ca, proxy=proxy)
-        answer = client.call("POST", "/v1/enroll", {"token": held["token"]})
+            ca.write_text(held.certificate)
+        client = Client(held.url, ca=ca, proxy=proxy)
+        answer = client.enrol(held.token)
         client.close()
     try:
         made = Enrolment(
-            url=held["url"],
+            url=held.url,
             facility=answer.get("facility", ""),
             credential=answer.get("credential", ""),
-            certificate=held["certificate"],
-            run=held["run"],
+            certificate=held.certificate,
+            run=held.run,
         )
     except ValueError as error:
-        raise ConfigError(f"{held['url']}: its answer is no enrolment: {error}; is it a coordinator?") from None
+        raise ConfigError(f"{held.url}: its answer is no enrolment: {error}; is it a coordinator?") from None
     made.save(home)
     return made
 
 
-def _open(text: str) -> dict[str, Any]:
+def _open(text: str) -> Invitation:
     word = "".join(text.split())
     try:
         if not word.startswith(MARK):
             raise ValueError
-        held = json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK)))
-        if not isinstance(held, dict) or set(held) != {"url", "token", "certificate", "run"}:
-            raise ValueError
-        if not all(isinstance(text, str) for text in (held["url"], held["token"], held["certificate"] or "")):
-            raise ValueError
-        return held
-    except (ValueError, RecursionError):
+        return read(Invitation, json.loads(base64.urlsafe_b64decode(word.removeprefix(MARK))), "")
+    except (ValueError, ConfigError, RecursionError):
         raise ConfigError(
             f"that is not an invitation: it begins with {MARK} and comes whole; `fedqueue invite` makes one"
         ) from None

@@ -11,16 +11,25 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fedqueue import PROTOCOL
-from fedqueue.agent.agent_state import Scoring
+from fedqueue.agent.agent_state import (
+    Closed,
+    Entry,
+    NotScored,
+    Scoring,
+    ScoringAtScheduler,
+    ScoringBegun,
+    ScoringOver,
+)
 from fedqueue.agent.job_folder import JobFolder, script
 from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import JobRequest, SchedulerUnreachableError, SubmitRefusedError
 from fedqueue.agent.station import Station
 from fedqueue.failpoints import failpoint
-from fedqueue.protocol.reports import REASON_LENGTH
+from fedqueue.protocol.contract import REASON_LENGTH, Assignment, EvaluationRequest, ModelFile, Order, OrderFile
+from fedqueue.protocol.reports import Scored
 
 MOST_TRIES: Final = 3
 """Jobs for one model."""
@@ -33,26 +42,27 @@ class Evaluation:
         self._station = station
         self._model_cache = model_cache
         self._worker = worker
-        self._wanted: Mapping[str, Any] | None = None
+        self._wanted: EvaluationRequest | None = None
         self._missing_since: float | None = None  # monotonic
 
-    def want(self, asked: Mapping[str, Any] | None) -> None:
+    def want(self, asked: EvaluationRequest | None) -> None:
         self._wanted = asked
 
-    def models(self) -> list[Mapping[str, Any]]:
+    def models(self) -> list[ModelFile]:
         """That must be at hand: of the version under way, and of the newest."""
-        asked = self._wanted["model"] if self._wanted is not None else None
+        asked = self._wanted.model if self._wanted is not None else None
         under_way = self._scoring.model if self._scoring is not None else None
         return [model for model in (under_way, asked) if model is not None]
 
     def can_begin(self) -> bool:
         """Whether a model that is asked for is here, and nobody has begun with it."""
         wanted = self._wanted
-        if wanted is None or self._scoring is not None or not self._model_cache.path(wanted["model"]).exists():
+        if wanted is None or self._scoring is not None or not self._model_cache.path(wanted.model).exists():
             return False
-        version, memory = int(wanted["version"]), self._station.memory
-        told = any(r["kind"] == "scored" and r["version"] == version for r in memory.reports.values())
-        return version not in memory.unscored and not told
+        memory = self._station.memory
+        reports = (found.report for found in memory.reports.values())
+        told = any(isinstance(report, Scored) and report.version == wanted.version for report in reports)
+        return wanted.version not in memory.unscored and not told
 
     def turn(self) -> None:
         try:
@@ -70,7 +80,7 @@ class Evaluation:
                 return
             self._station.trouble("scoring", f"models cannot be scored now: {refused.reason}")
             if self._scoring is not None:
-                self._station.notes.note({"kind": "scoring over"})  # the next turn begins with the newest
+                self._station.notes.note(ScoringOver())  # the next turn begins with the newest
         else:
             self._station.fine("scoring")
 
@@ -80,7 +90,7 @@ class Evaluation:
             if self._scoring.job is not None:
                 with suppress(SchedulerUnreachableError):
                     self._station.scheduler.cancel(self._scoring.job)
-            self._station.notes.note({"kind": "scoring over"})
+            self._station.notes.note(ScoringOver())
 
     @property
     def _scoring(self) -> Scoring | None:
@@ -89,8 +99,8 @@ class Evaluation:
     def _folder(self, version: int) -> JobFolder:
         return JobFolder(self._model_cache.home, f"eval-{version}")
 
-    def _begin(self, wanted: Mapping[str, Any]) -> None:
-        version = int(wanted["version"])
+    def _begin(self, wanted: EvaluationRequest) -> None:
+        version = wanted.version
         if self._station.settings.evaluate_command is None:
             self._give_up(version, "agent.evaluate_command is not set at the facility")
             return
@@ -101,12 +111,11 @@ class Evaluation:
                 raise
             self._give_up(version, refused.reason)
             return
-        self._note(version, wanted["model"], 0)
+        self._note(ScoringBegun(model=wanted.model))
 
-    def _note(self, version: int, model: Mapping[str, Any], tries: int, *more: Mapping[str, Any]) -> None:
+    def _note(self, *entries: Entry) -> None:
         self._missing_since = None
-        begun = {"kind": "scoring", "version": version, "model": dict(model), "tries": tries}
-        self._station.notes.note(*more, begun)
+        self._station.notes.note(*entries)
 
     def _submit(self, scoring: Scoring) -> None:
         again = f"-{scoring.tries}" if scoring.tries else ""
@@ -123,27 +132,32 @@ class Evaluation:
                 python_path=self._worker,
                 label=f"evaluation of model {scoring.version}",
             )
-            folder.prepare(self._order(scoring, wall), text)
+            folder.prepare(self._order(scoring, name, wall), text)
             request = JobRequest(name=name, script=folder.script, folder=folder.path, wall_seconds=wall)
             found = self._station.scheduler.submit(request)
             failpoint("agent.scoring")
-        self._station.notes.note({"kind": "scoring job", "id": found})
+        self._station.notes.note(ScoringAtScheduler(id=found))
         self._station.say(f"the job that scores model {scoring.version} ({found}) is at the scheduler")
 
-    def _order(self, scoring: Scoring, wall: float) -> dict[str, Any]:
-        return {
-            "protocol": PROTOCOL,
-            "job_id": f"{self._station.facility}/eval-{scoring.version}",
-            "facility": self._station.facility,
-            "round": scoring.version,
-            "purpose": "evaluate",
-            "wall_seconds": wall,
-            "nodes": self._station.nodes,
-            "standing": str(self._model_cache.standing_path),
-            "state_dir": str(self._model_cache.home / "state"),
-            "model": str(self._model_cache.path(scoring.model)),
-            "assignment": {"base_version": scoring.version, "steps": 1, "learning_rate": 1.0, "train_budget": None},
-        }
+    def _order(self, scoring: Scoring, name: str, wall: float) -> OrderFile:
+        facility, version = self._station.facility, scoring.version
+        return OrderFile(
+            protocol=PROTOCOL,
+            name=name,
+            order=Order(
+                job_id=f"{facility}/eval-{version}",
+                facility=facility,
+                round=version,
+                wall_seconds=wall,
+                purpose="evaluate",
+            ),
+            nodes=self._station.nodes,
+            standing=str(self._model_cache.standing_path),
+            state_dir=str(self._model_cache.home / "state"),
+            assignment=Assignment(base_version=version, steps=1, learning_rate=1.0),
+            model=str(self._model_cache.path(scoring.model)),
+            run=self._station.run,
+        )
 
     def _look(self, scoring: Scoring) -> None:
         folder = self._folder(scoring.version)
@@ -162,7 +176,7 @@ class Evaluation:
         how = "is not known to the scheduler any more" if status is None else f"ended ({status.outcome})"
         if scoring.tries + 1 < MOST_TRIES:
             self._station.say(f"the job that scores model {scoring.version} {how} and left no scores; another is begun")
-            self._note(scoring.version, scoring.model, scoring.tries + 1, self._held(folder))
+            self._note(self._held(folder), ScoringBegun(model=scoring.model, tries=scoring.tries + 1))
         else:
             reason = f"{MOST_TRIES} jobs left no scores; the last {how}; {folder.ends_with(self._model_cache.home)}"
             self._give_up(scoring.version, reason, self._held(folder))
@@ -170,19 +184,19 @@ class Evaluation:
     def _scored(self, scoring: Scoring, metrics: Mapping[str, float | None]) -> None:
         notes, held = self._station.notes, self._held(self._folder(scoring.version))
         if "score" in metrics:
-            report = notes.report(kind="scored", version=scoring.version, metrics=dict(metrics))
-            notes.note(report, {"kind": "scoring over"}, held)
+            report = notes.report(Scored, version=scoring.version, metrics=dict(metrics))
+            notes.note(report, ScoringOver(), held)
             self._station.say(f"model {scoring.version} is scored ({scoring.job}): {metrics['score']}")
         else:
             self._give_up(scoring.version, "its job handed in no metric of the name score", held)
 
-    def _give_up(self, version: int, reason: str, *more: Mapping[str, Any]) -> None:
+    def _give_up(self, version: int, reason: str, *more: Entry) -> None:
         self._station.say(f"model {version} cannot be scored: {reason}")
-        unscored = {"kind": "unscored", "version": version, "reason": reason[:REASON_LENGTH]}
-        self._station.notes.note(unscored, {"kind": "scoring over"}, *more)
+        unscored = NotScored(version=version, reason=reason[:REASON_LENGTH])
+        self._station.notes.note(unscored, ScoringOver(), *more)
 
-    def _held(self, folder: JobFolder) -> dict[str, Any]:
+    def _held(self, folder: JobFolder) -> Closed:
         """What its last job held of the facility's node-hours, for the journal."""
         stamp, finished = folder.started(folder.attempts() - 1), folder.finished(folder.attempts() - 1)
         held = max(0.0, (finished or self._station.clock.now()) - stamp) if stamp is not None else 0.0
-        return {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}
+        return Closed(node_seconds=held * self._station.nodes)

@@ -8,73 +8,21 @@ whole or not at all, means that a job did its work.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from fedqueue.agent.schedulers.base import NAME, OUTPUT, last_line
 from fedqueue.errors import ConfigError, StorageError, what_to_do
-from fedqueue.protocol.reports import Bound, check_metrics, one_line
-from fedqueue.runs import write_json
-from fedqueue.settings import read
+from fedqueue.files import write_json
+from fedqueue.protocol.codec import read
+from fedqueue.protocol.contract import BoundFile, OrderFile, Result, one_line
 
 T = TypeVar("T")
 
 WORDS_READ: Final = 8192  # bytes of a job's output
 WORDS_LENGTH: Final = 200
-
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundFile:
-    """bound.json: what a job took from standing work. When it did so, the file's own stamp says."""
-
-    standing: int
-    cutoff_index: int
-    base_version: int
-    steps: int
-    learning_rate: float
-    train_budget: float
-    bound_at: float
-    lingered: float = 0.0
-    startup_seconds: float = 0.0
-
-    def bound(self) -> Bound:
-        return Bound(
-            standing=self.standing,
-            cutoff_index=self.cutoff_index,
-            base_version=self.base_version,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            train_budget=self.train_budget,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """result.json: the job's own word that it is done. When it was, the file's own stamp says."""
-
-    base_version: int
-    steps_done: int
-    train_seconds: float
-    samples: int = 0
-    nodes: int = 1
-    device: str = ""
-    metrics: dict[str, float | None]  # None: it was not finite
-    began_at: float
-    finished_at: float
-    stopped_by: str
-    bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if self.bytes > 0 and not _SHA256.fullmatch(self.sha256):  # without bytes it has metrics alone
-            raise ValueError("sha256 must be 64 hexadecimal digits")
-        check_metrics(self.metrics)
 
 
 class JobFolder:
@@ -83,7 +31,7 @@ class JobFolder:
         self.script = self.path / "job.sh"
         self.output = self.path / OUTPUT
 
-    def prepare(self, order: Mapping[str, Any], script: str) -> None:
+    def prepare(self, order: OrderFile, script: str) -> None:
         """All that the job will read; whole before the scheduler hears of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -95,11 +43,8 @@ class JobFolder:
 
     def name(self) -> str | None:
         """Of the job at the scheduler, as far as it says."""
-        try:
-            found = str(json.loads((self.path / "order.json").read_text(encoding="utf-8"))["name"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return found if NAME.fullmatch(found) else None
+        order = _read(OrderFile, self.path / "order.json")
+        return order.name if order is not None and NAME.fullmatch(order.name) else None
 
     def put_aside(self) -> None:
         """Make room for another job of this number; what is there stays, beside."""

@@ -12,15 +12,16 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from fedqueue.errors import FedQueueError, StorageError, what_to_do
+from fedqueue.errors import ConfigError, FedQueueError, StorageError, what_to_do
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
 from fedqueue.filetime import FileClock
+from fedqueue.protocol.codec import encode, message, read
 
 FILE: Final = "journal.jsonl"
 LEASE: Final = "lease.json"
@@ -50,19 +51,19 @@ class Journal:
         except OSError as error:
             raise self._trouble(error) from None
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[object]:
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
                     found = json.loads(line)
                 except ValueError:
-                    raise self._damaged(f"line {number} is damaged") from None
+                    raise self.damaged(f"line {number} is damaged") from None
                 if number == 1 and not (isinstance(found, dict) and found.get("kind") in ("journal", "memory")):
-                    raise self._damaged("its beginning is gone")
+                    raise self.damaged("its beginning is gone")
                 yield from found if isinstance(found, list) else [found]
                 self.count = number
 
-    def append(self, *entries: Mapping[str, Any]) -> None:
+    def append(self, *entries: object) -> None:
         """All of these entries, or none: on the disk when this returns."""
         failpoint("journal.before")
         assert self._file is not None
@@ -76,7 +77,7 @@ class Journal:
         self.count += 1
         failpoint("journal.after")
 
-    def rewrite(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def rewrite(self, entries: Sequence[object]) -> None:
         """Replace the whole journal, at once."""
         beside = self._path.with_name(FILE + ".part")
         file: FileIO | None = None
@@ -111,7 +112,7 @@ class Journal:
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             if size == 0:
-                raise self._damaged("is empty")
+                raise self.damaged("is empty")
             file.seek(max(0, size - (1 << 20)))
             tail = file.read()
             whole = tail.rfind(b"\n") + 1
@@ -119,7 +120,8 @@ class Journal:
                 file.truncate(size - len(tail) + whole)
                 os.fsync(file.fileno())
 
-    def _damaged(self, how: str) -> StorageError:
+    def damaged(self, how: str) -> StorageError:
+        """What to do about it."""
         return StorageError(
             f"{self._path}: {how}; put back the one that was there, or move it away: the agent then begins anew, and "
             "the jobs it had are given up"
@@ -129,8 +131,18 @@ class Journal:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}; nothing was lost")
 
 
-def _line(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+def _line(content: object) -> bytes:
+    return encode(content).encode() + b"\n"
+
+
+@message
+class _Held:
+    """lease.json: by whom."""
+
+    host: str
+    pid: int
+    generation: int
+    seconds: float  # 0: it was given back
 
 
 class Lease:
@@ -147,26 +159,26 @@ class Lease:
             self._lock.close()
             raise LeaseError(f"{home}: an agent for this facility runs on this host; stop it first") from None
         held = self._read()
-        left = held["seconds"] - self._age(home) if held is not None else 0.0
-        if held is not None and held["host"] != socket.gethostname() and left > 0:
+        left = held.seconds - self._age(home) if held is not None else 0.0
+        if held is not None and held.host != socket.gethostname() and left > 0:
             self._lock.close()
             raise LeaseError(
-                f"{home}: the agent of this facility runs on {held['host']} (process {held['pid']}); "
+                f"{home}: the agent of this facility runs on {held.host} (process {held.pid}); "
                 f"stop that one, or try again in {left:.0f} s if it is gone"
             )
-        self.generation = (held["generation"] + 1) if held is not None else 1
+        self.generation = (held.generation + 1) if held is not None else 1
         self.renew()
 
     def renew(self) -> None:
         """Say that we are here. Raises `LeaseError` when somebody else took over meanwhile."""
         held = self._read()
-        if held is not None and held["generation"] > self.generation:
-            raise LeaseError(f"{self._path}: an agent on {held['host']} has taken over; this one ends")
+        if held is not None and held.generation > self.generation:
+            raise LeaseError(f"{self._path}: an agent on {held.host} has taken over; this one ends")
         self._write(self._seconds)
 
     def release(self) -> None:
         held = self._read()
-        if held is None or held["generation"] == self.generation:  # otherwise it is another's by now
+        if held is None or held.generation == self.generation:  # otherwise it is another's by now
             self._write(0.0)
         self._lock.close()
 
@@ -175,18 +187,17 @@ class Lease:
         return FileClock(home).now() - self._path.stat().st_mtime
 
     def _write(self, seconds: float) -> None:
-        lease = {"host": socket.gethostname(), "pid": os.getpid(), "generation": self.generation, "seconds": seconds}
+        held = _Held(host=socket.gethostname(), pid=os.getpid(), generation=self.generation, seconds=seconds)
         beside = self._path.with_name(f".{LEASE}.{socket.gethostname()}.part")
         try:
-            beside.write_text(json.dumps(lease))
+            beside.write_text(encode(held))
             beside.replace(self._path)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot be written: {error.strerror}; {what_to_do(error)}") from None
         failpoint("lease.written")
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> _Held | None:
         try:
-            held = json.loads(self._path.read_text())
-        except (FileNotFoundError, ValueError):
+            return read(_Held, json.loads(self._path.read_text()), LEASE)
+        except (FileNotFoundError, ValueError, ConfigError):
             return None
-        return held if isinstance(held, dict) and {"host", "pid", "generation", "seconds"} <= set(held) else None

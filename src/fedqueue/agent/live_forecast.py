@@ -17,9 +17,10 @@ from fedqueue.agent.agent_state import Work
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.station import Station
 from fedqueue.errors import FedQueueError
+from fedqueue.files import write_json
 from fedqueue.forecasting.state import Kind, Listed, events, tell_differences
 from fedqueue.protocol.predict.base import Forecast
-from fedqueue.runs import write_json
+from fedqueue.protocol.reports import Foreseen
 
 if TYPE_CHECKING:
     from fedqueue.forecasting.boosting import Boosting
@@ -85,14 +86,14 @@ class LiveForecast:
 
     def _look(self, sight: Sight) -> None:
         newest = max(self._station.memory.works.values(), key=lambda work: work.sequence)
-        found = sight.forecast(self._station.clock.now(), float(newest.order["wall_seconds"]))
+        found = sight.forecast(self._station.clock.now(), newest.order.wall_seconds)
         self._station.fine("forecast")
         if found is None or (self._sent is not None and not _differs(found, self._sent)):
             return
         self._sent = found
         self._station.notes.note(
             self._station.notes.report(
-                kind="foreseen",
+                Foreseen,
                 mean=found.mean,
                 levels=[level for level, _ in found.quantiles],
                 seconds=[seconds for _, seconds in found.quantiles],
@@ -103,7 +104,7 @@ class LiveForecast:
     def _follow(self, sight: Sight) -> None:
         works = self._station.memory.works
         for work in works.values():
-            if work.scheduler_id is None or work.submitted_at is None or work.order["purpose"] != "train":
+            if work.scheduler_id is None or work.submitted_at is None or work.order.purpose != "train":
                 continue
             if work.sequence not in self._followed:
                 self._followed[work.sequence] = False

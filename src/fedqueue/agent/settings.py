@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fedqueue.agent.schedulers.settings import LocalSettings, SchedulerSettings
 from fedqueue.errors import ConfigError
 from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.settings import read
+from fedqueue.protocol.codec import read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def load_agent(path: Path) -> AgentConfig:
     try:
         return read(AgentConfig, tree, "")
     except ConfigError as error:
-        raise ConfigError(f"{path}: {str(error).removeprefix('.')}") from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def home_of(config: AgentConfig, path: Path) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from fedqueue.agent.agent_state import Memory, Notes, Work
+from fedqueue.agent.agent_state import CancelSent, Closed, Marked, Memory, Notes, Work
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import (
     JobStatus,
@@ -18,7 +18,8 @@ from fedqueue.agent.schedulers import (
 )
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.filetime import FileClock
-from fedqueue.protocol.reports import MOST_TROUBLES, REASON_LENGTH, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, one_line
+from fedqueue.protocol.reports import MOST_TROUBLES, Failed, Trouble
 
 SCORING_SECONDS: Final = 1800.0
 """Of wall time, for one model."""
@@ -35,6 +36,7 @@ class Station:
         scheduler: Scheduler,
         notes: Notes,
         say: Callable[[str], None],
+        run: str = "",
     ) -> None:
         self.scheduling = config.scheduler
         self.settings = config.agent
@@ -43,6 +45,7 @@ class Station:
         self.scheduler = scheduler
         self.notes = notes
         self.say = say
+        self.run = run  # which one; empty: an invitation of before did not say
         self._troubles: dict[str, tuple[str, float]] = {}  # what, and since when (monotonic)
 
     @property
@@ -63,7 +66,7 @@ class Station:
 
     def wall(self, work: Work) -> float:
         """Seconds to ask the scheduler for."""
-        return clamp_wall(float(work.order["wall_seconds"]), self.scheduling)
+        return clamp_wall(work.order.wall_seconds, self.scheduling)
 
     @property
     def scoring_wall(self) -> float:
@@ -100,11 +103,11 @@ class Station:
         if self._troubles.pop(where, None) is not None:
             self.say(f"{where}: well again")
 
-    def troubles(self) -> list[dict[str, Any]]:
+    def troubles(self) -> list[Trouble]:
         """What the coordinator should know of; that it was out of reach it knows when it hears us."""
         current = [found for where, found in self._troubles.items() if where != "coordinator"]
         return [
-            {"reason": one_line(what)[:REASON_LENGTH], "seconds": time.monotonic() - since}
+            Trouble(reason=one_line(what)[:REASON_LENGTH], seconds=time.monotonic() - since)
             for what, since in current[:MOST_TROUBLES]
         ]
 
@@ -127,14 +130,14 @@ class Station:
         self.say(f"{work} failed: {reason}")
         self.notes.note(
             self.notes.report(
-                kind="failed",
+                Failed,
                 sequence=work.sequence,
                 attempt=max(work.attempt, 0),
                 reason=reason[:REASON_LENGTH],
                 transient=transient,
                 held_seconds=held,
             ),
-            {"kind": "cancel", "sequence": work.sequence} if and_end else self.closing(work, held),
+            Marked(kind="cancelled", sequence=work.sequence) if and_end else self.closing(work, held),
         )
 
     def cancel(self, work: Work) -> bool:
@@ -150,7 +153,7 @@ class Station:
         except SchedulerUnreachableError as error:
             self.trouble("scheduler", f"the scheduler did not answer: {error}")
             return False
-        self.notes.note({"kind": "cancel_sent", "sequence": work.sequence, "at": self.clock.now()})
+        self.notes.note(CancelSent(sequence=work.sequence, at=self.clock.now()))
         return True
 
     def held(self, work: Work) -> float:
@@ -172,8 +175,8 @@ class Station:
             held[0] = status.ended_at - status.started_at
         return sum(min(self.wall(work), max(0.0, seconds)) for seconds in held)
 
-    def closing(self, work: Work, held_seconds: float) -> dict[str, Any]:
-        return {"kind": "closed", "sequence": work.sequence, "node_seconds": held_seconds * self.nodes}
+    def closing(self, work: Work, held_seconds: float) -> Closed:
+        return Closed(sequence=work.sequence, node_seconds=held_seconds * self.nodes)
 
     def tidy(self, work: Work) -> None:
         if not self.settings.keep_files:

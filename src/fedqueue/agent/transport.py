@@ -1,45 +1,40 @@
-"""The agent's side of the wire: small calls in JSON, and files of any size that survive a cut connection.
+"""What an agent needs of whatever carries its words to the coordinator, and how that may fail.
 
-    TransportError
-    ├── CoordinatorUnreachableError      8   cut network, a proxy or a server that is not up: try again later
-    │   └── CoordinatorUntrustedError    8   it showed a certificate that is not trusted: name the right one as `ca`
-    └── CoordinatorRefusedError          9   it answered no (4xx): the same request will be refused again
-
-TLS is always verified. Plain http is for loopback only, and never goes through a proxy.
+TransportError
+├── CoordinatorUnreachableError      8   cut network, a proxy or a server that is not up: try again later
+│   ├── CoordinatorBusyError         8   it answered that it cannot serve now
+│   └── CoordinatorUntrustedError    8   it is not who it should be: name the right certificate as `ca`
+└── CoordinatorRefusedError          9   it answered no: the same request will be refused again
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import re
-import ssl
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, NoReturn
-from urllib.parse import unquote
+from typing import Literal, Protocol
 
-import urllib3
-from urllib3.exceptions import HTTPError
-from urllib3.response import BaseHTTPResponse, HTTPResponse
-from urllib3.util import make_headers
+from fedqueue.errors import FedQueueError
+from fedqueue.protocol.contract import Answer, Verdict
+from fedqueue.protocol.reports import Handin, Poll
 
-from fedqueue import PROTOCOL, __version__
-from fedqueue.agent.link import coordinator_url, proxy_for, trust
-from fedqueue.agent.part import Part
-from fedqueue.errors import FedQueueError, StorageError
+Refusal = Literal["superseded", "other bytes", "set back", "not allowed", "refused"]
+"""Why not: the job is closed or another attempt counts; what arrived is not what was meant; our reports do not follow
+on those it has; it does not know who asks; anything else."""
 
-PIECE_BYTES: Final = 64 << 20
-"""Of an upload, in one request."""
-BUFFER_BYTES: Final = 1 << 20
-ANSWER_BYTES: Final = 16 << 20
-"""The longest JSON answer that is read."""
-LATER: Final = frozenset({408, 425, 429})
-"""Refusals that mean "not now", beside every 5xx."""
+
+class Transport(Protocol):
+    """Every method raises a `TransportError` if it cannot have done what it says."""
+
+    def poll(self, said: Poll) -> Answer:
+        """Tell, and hear what to do. One try."""
+
+    def upload(self, path: Path, sequence: int, attempt: int, sha256: str) -> None:
+        """Send what the coordinator does not have of an update's file yet, however often the connection is cut."""
+
+    def commit(self, sequence: int, attempt: int, sha256: str, handin: Handin) -> Verdict:
+        """Say that all its bytes are there. Asked again, the answer is the same."""
+
+    def download(self, version: int, target: Path, sha256: str) -> str:
+        """Fetch a model into `target`, whole or not at all, from where an earlier try broke off."""
 
 
 class TransportError(FedQueueError):
@@ -51,10 +46,10 @@ class CoordinatorUnreachableError(TransportError):
 
 
 class CoordinatorBusyError(CoordinatorUnreachableError):
-    """It answered that it cannot serve now; `reason` says why, in its words."""
+    """`reason` says why, in its words."""
 
-    def __init__(self, url: str, status: int, reason: str) -> None:
-        super().__init__(f"{url}: cannot serve now ({status}): {reason}")
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
         self.reason = reason
 
 
@@ -65,280 +60,7 @@ class CoordinatorUntrustedError(CoordinatorUnreachableError):
 class CoordinatorRefusedError(TransportError):
     exit_code = 9
 
-    def __init__(self, url: str, status: int, reason: str, answer: Mapping[str, Any] | None = None) -> None:
-        super().__init__(f"{url}: refused with status {status}: {reason}")
-        self.status = status
+    def __init__(self, message: str, reason: str, refusal: Refusal) -> None:
+        super().__init__(message)
         self.reason = reason
-        self.answer = answer or {}
-
-
-def update_path(sequence: int, attempt: int, sha256: str) -> str:
-    """Where the update of a job's attempt is sent to (PUT), asked about (GET) and committed (POST)."""
-    return f"/v1/updates/{sequence}/{attempt}/{sha256}"
-
-
-class Client:
-    """Speaks to one coordinator. Times are in seconds.
-
-    A transfer is tried again after a cut, from where it was, until `retries` tries in a row bring no byte; the pauses
-    between them double from `backoff` up to `longest_backoff`, shortened at random so that agents do not come in step.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        credential: str | None = None,
-        ca: Path | None = None,
-        proxy: str | None = None,
-        connect_timeout: float = 10.0,
-        read_timeout: float = 60.0,
-        retries: int = 6,
-        backoff: float = 1.0,
-        longest_backoff: float = 30.0,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
-        parsed = coordinator_url(url)
-        self.url = parsed.url.rstrip("/")
-        self.credential = credential
-        self._retries = retries
-        self._backoff = backoff
-        self._longest_backoff = longest_backoff
-        self._piece_bytes = piece_bytes
-        settings: dict[str, Any] = {
-            "timeout": urllib3.Timeout(connect=connect_timeout, read=read_timeout),
-            "retries": False,  # they are made here, where it is known what has arrived
-            "maxsize": 4,
-            "blocksize": BUFFER_BYTES,
-        }
-        if parsed.scheme == "https":
-            settings["ssl_context"] = trust(ca)
-        through = proxy_for(parsed, proxy)
-        self._pool: urllib3.PoolManager
-        if through is None:
-            self._pool = urllib3.PoolManager(**settings)
-        else:
-            headers = make_headers(proxy_basic_auth=unquote(through.auth)) if through.auth else None
-            bare = through._replace(auth=None).url
-            self._pool = urllib3.ProxyManager(bare, proxy_headers=headers, **settings)
-
-    def close(self) -> None:
-        self._pool.clear()
-
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends JSON and returns the JSON object answered, for 200 and 202 alike. One try."""
-        data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        return self._ask(method, path, headers, data)
-
-    def upload(self, path: Path, sequence: int, attempt: int, sha256: str) -> None:
-        """Sends what the coordinator does not have of the file yet. To commit it afterwards is a `call`."""
-        place = update_path(sequence, attempt, sha256)
-        tries = _Tries(self._retries, self._backoff, self._longest_backoff)
-        buffer = bytearray(BUFFER_BYTES)
-        with path.open("rb", buffering=0) as file:
-            total = os.fstat(file.fileno()).st_size
-            have: int | None = None
-            while True:
-                try:
-                    if have is None:
-                        have = self._offset(place, total, self._ask("GET", place, {}, None))
-                        tries.progress(have)
-                    if have == total:
-                        return
-                    length = min(self._piece_bytes, total - have)
-                    answer = self._ask(
-                        "PUT",
-                        f"{place}?offset={have}&bytes={total}",
-                        {"Content-Length": str(length), "Content-Type": "application/octet-stream"},
-                        _pieces(file.fileno(), have, length, buffer),
-                    )
-                    have = self._offset(place, total, answer)
-                    tries.progress(have)
-                except CoordinatorUntrustedError:
-                    raise
-                except CoordinatorUnreachableError as error:
-                    have = None  # how much of the piece arrived only the coordinator knows
-                    tries.failed(error)
-                except CoordinatorRefusedError as error:
-                    if error.status != 409 or "offset" not in error.answer:
-                        raise
-                    have = self._offset(place, total, error.answer)
-                    tries.failed(CoordinatorUnreachableError(f"{self.url}{place}: never has what it says it has"))
-
-    def download(self, version: int, target: Path, sha256: str | None = None) -> str:
-        """Fetches a model into `target`, whole or not at all, and returns its sha256, which is checked.
-
-        What arrived before a cut stays in `target`.part, also when this process ends, and is gone on from.
-        """
-        path = f"/v1/models/{version}"
-        tries = _Tries(self._retries, self._backoff, self._longest_backoff)
-        part = Part(target)
-        etag = sha256
-        restarted = False
-        with part:
-            while True:
-                try:
-                    etag = self._fetch(path, part, etag)
-                except CoordinatorUntrustedError:
-                    raise
-                except CoordinatorUnreachableError as error:
-                    tries.progress(part.have)
-                    tries.failed(error)
-                    continue
-                wanted = sha256 or etag
-                if part.sha256() == wanted:
-                    part.finish()
-                    return wanted
-                if restarted:
-                    raise CoordinatorUnreachableError(
-                        f"{self.url}{path}: its sha256 is {part.sha256()}, expected {wanted}; the transfer is damaged"
-                    )
-                # What was left from an earlier try may have been of another file: once more from the start.
-                part.restart()
-                restarted = True
-
-    def _fetch(self, path: str, part: Part, etag: str | None) -> str:
-        """Appends what is missing to `part`; returns the sha256 that the coordinator names."""
-        headers = {"Accept-Encoding": "identity"}
-        if part.have:
-            headers["Range"] = f"bytes={part.have}-"
-            if etag is not None:
-                headers["If-Range"] = f'"{etag}"'
-        with self._request("GET", path, headers, None) as response:
-            named = response.headers.get("ETag", "").strip('"')
-            if response.status == 416:  # nothing is missing, or what is there is not of this file
-                if response.headers.get("Content-Range") != f"bytes */{part.have}":
-                    part.restart()
-                    raise CoordinatorUnreachableError(f"{self.url}{path}: has fewer bytes than were received before")
-                return named
-            if response.status not in (200, 206):
-                self._raise_for(path, response)
-            if response.status == 200:
-                part.restart()
-            elif not response.headers.get("Content-Range", "").startswith(f"bytes {part.have}-"):
-                part.restart()
-                raise CoordinatorUnreachableError(f"{self.url}{path}: answered with another range than was asked for")
-            if not re.fullmatch("[0-9a-f]{64}", named):
-                raise CoordinatorRefusedError(self.url + path, response.status, "its ETag is no sha256")
-            if not re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", "")):
-                raise CoordinatorRefusedError(self.url + path, response.status, "it has no Content-Length")
-            end = part.have + int(response.headers["Content-Length"])
-            part.fill(_body(response))
-            if part.have != end:
-                raise CoordinatorUnreachableError(f"{self.url}{path}: the connection was cut")
-        return named
-
-    def _offset(self, place: str, total: int, answer: Mapping[str, Any]) -> int:
-        have = answer.get("offset")
-        if type(have) is not int or not 0 <= have <= total:
-            raise CoordinatorRefusedError(
-                self.url + place, 200, f"claims to have {str(have)[:40]!r} of {total:,} bytes; is it another file?"
-            )
-        return have
-
-    def _ask(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> dict[str, Any]:
-        with self._request(method, path, headers, body) as response:
-            if response.status not in (200, 202):
-                self._raise_for(path, response)
-            answer = _json_object(response.read(ANSWER_BYTES + 1))
-            if answer is None:
-                raise CoordinatorUnreachableError(
-                    f"{self.url}{path}: its answer is no JSON object; is it a coordinator?"
-                )
-            return answer
-
-    def _raise_for(self, path: str, response: BaseHTTPResponse) -> NoReturn:
-        content = response.read(BUFFER_BYTES)
-        answer = _json_object(content) or {}
-        told = next((str(answer[key]) for key in ("reason", "error", "detail") if key in answer), "")
-        reason = (" ".join((told or content[:300].decode(errors="replace")).split()) or "no reason given")[:300]
-        if response.status >= 500 or response.status in LATER:
-            raise CoordinatorBusyError(self.url + path, response.status, reason)
-        raise CoordinatorRefusedError(self.url + path, response.status, reason, answer)
-
-    def _unreachable(self, error: BaseException) -> CoordinatorUnreachableError:
-        causes = [error]
-        while cause := causes[-1].__cause__ or causes[-1].__context__:
-            causes.append(cause)
-        for cause in causes:
-            if isinstance(cause, ssl.SSLCertVerificationError):
-                return CoordinatorUntrustedError(
-                    f"{self.url}: its certificate is not trusted ({cause.verify_message}); if it is the right one, "
-                    "name its file as `ca`"
-                )
-        why = " ".join(str(causes[-1]).split())[:300] or type(causes[-1]).__name__
-        return CoordinatorUnreachableError(f"{self.url}: cannot be reached: {why}")
-
-    @contextmanager
-    def _request(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Iterator[BaseHTTPResponse]:
-        """The answer, with its body still to be read; whatever goes wrong with the wire is `Unreachable`."""
-        sent = {"User-Agent": f"fedqueue/{__version__}", "FedQueue-Protocol": str(PROTOCOL), **headers}
-        if self.credential is not None:
-            sent["Authorization"] = f"Bearer {self.credential}"
-        response: BaseHTTPResponse | None = None
-        try:
-            # Redirects are refused: the credential goes to no other place than the one that was configured.
-            options = {"headers": sent, "body": body, "redirect": False, "preload_content": False}
-            response = self._pool.request(method, self.url + path, **options)
-            yield response
-            response.drain_conn()
-            response.release_conn()
-            response = None
-        except (HTTPError, HTTPException, OSError) as error:
-            raise self._unreachable(error) from None
-        finally:
-            if response is not None:  # its connection is in the middle of something
-                response.close()
-
-
-class _Tries:
-    """Counts tries in a row without progress, and pauses between them."""
-
-    def __init__(self, most: int, backoff: float, longest: float) -> None:
-        self._most, self._backoff, self._longest = most, backoff, longest
-        self._failures, self._best = 0, 0
-
-    def progress(self, have: int) -> None:
-        if have > self._best:
-            self._failures, self._best = 0, have
-
-    def failed(self, error: TransportError) -> None:
-        self._failures += 1
-        if self._failures > self._most:
-            raise error
-        time.sleep(min(self._longest, self._backoff * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0))
-
-
-def _pieces(file: int, place: int, length: int, buffer: bytearray) -> Iterator[memoryview]:
-    """`length` bytes of a file, through one buffer: each piece is to be used before the next is asked for."""
-    view = memoryview(buffer)
-    end = place + length
-    while place < end:
-        try:
-            count = os.preadv(file, [view[: end - place]], place)
-        except OSError as error:
-            raise StorageError(f"an update cannot be read: {error.strerror}") from None
-        if count == 0:
-            raise StorageError("an update became shorter while it was sent")
-        yield view[:count]
-        place += count
-
-
-def _body(response: BaseHTTPResponse) -> Callable[[memoryview], int]:
-    """Reads what is left of a body into a buffer. It goes past urllib3, which makes a new object of each piece;
-    so urllib3 cannot tell whether all of it came."""
-    assert isinstance(response, HTTPResponse)
-    response.enforce_content_length = False
-    read_into: Callable[[memoryview], int] = response._fp.readinto  # type: ignore[union-attr]
-    return read_into
-
-
-def _json_object(content: bytes) -> dict[str, Any] | None:
-    if len(content) > ANSWER_BYTES:
-        return None
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return answer if isinstance(answer, dict) else None
+        self.refusal: Refusal = refusal

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
-from fedqueue.agent.agent_state import Work
+from fedqueue.agent.agent_state import Closed, Marked, Work
 from fedqueue.agent.job_folder import JobFolder
 from fedqueue.agent.schedulers import JobStatus, SchedulerUnreachableError
 from fedqueue.agent.station import Station
-from fedqueue.protocol.messages import WALL_TIME
-from fedqueue.protocol.reports import REASON_LENGTH, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, WALL_TIME, one_line
+from fedqueue.protocol.reports import Ended, Requeued, Started
 
 DISAGREE_SECONDS: Final = 60.0
 """A job cannot have waited for longer than since it was submitted, by more than so much; else its own stamp counts."""
@@ -102,7 +103,7 @@ class Watching:
             self._station.say(f"{work} ended: {result.steps_done} steps in {result.train_seconds:.1f} s")
             self._station.notes.note(
                 self._station.notes.report(
-                    kind="ended",
+                    Ended,
                     sequence=work.sequence,
                     attempt=newest,
                     steps_done=result.steps_done,
@@ -139,15 +140,14 @@ class Watching:
         held = self._held_until_requeue(work, folder, newest, since, status)
         reason = (status.reason if status is not None else "") or "taken back into the queue"
         report = self._station.notes.report(
-            kind="requeued",
+            Requeued,
             sequence=work.sequence,
             attempt=max(newest, work.attempt + 1),
             reason=reason[:REASON_LENGTH],
             held_seconds=held,
         )
         self._station.say(f"{work} waits again: {one_line(reason)}")
-        counts = {"kind": "closed", "sequence": -1, "node_seconds": held * self._station.nodes}  # closes none
-        self._station.notes.note({**report, "at": since}, counts)
+        self._station.notes.note(replace(report, at=since), Closed(node_seconds=held * self._station.nodes))
         del self._taken_back[work.sequence]
 
     def _held_until_requeue(
@@ -178,8 +178,8 @@ class Watching:
 
     def _see_start(self, work: Work, folder: JobFolder, newest: int, status: JobStatus | None, *, asked: bool) -> None:
         stamp = folder.started(newest)
-        bound = folder.bound(newest) if work.order["assignment"] is None else None
-        if stamp is None or (work.order["assignment"] is None and bound is None):
+        bound = folder.bound(newest) if work.job.assignment is None else None
+        if stamp is None or (work.job.assignment is None and bound is None):
             return  # it has begun to begin
         not_yet = status is not None and status.phase == "running" and status.started_at is None
         if (not asked or not_yet) and folder.result(newest) is None:
@@ -190,13 +190,14 @@ class Watching:
         took_work_at = stamp if bound is None or took_work is None else took_work - bound.startup_seconds
         self._station.notes.note(
             self._station.notes.report(
-                kind="started",
+                Started,
                 sequence=work.sequence,
                 attempt=newest,
                 admission_delay=waited,
                 took_work_at=took_work_at,
                 lingered=max(0.0, bound.lingered) if bound is not None else 0.0,
-                bound=vars(bound.bound()) if bound is not None else None,
+                bound=bound.bound if bound is not None else None,
+                ago=0.0,  # until it is told
             )
         )
 
@@ -264,11 +265,11 @@ class Watching:
         again = folder.attempts() - 1 > work.attempt or (status is not None and status.phase == "waiting")
         if again and not work.unwanted:
             self._station.say(f"{work} has handed in and is run again by its scheduler; it is ended")
-            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
         is_there = status is not None and status.phase != "ended"
         if is_there and not work.unwanted and work.settled and self._should_have_ended(work):
             self._station.say(f"{work} has handed in and did not end; it is ended")
-            self._station.notes.note({"kind": "unwanted", "sequence": work.sequence})
+            self._station.notes.note(Marked(kind="unwanted", sequence=work.sequence))
         if work.unwanted and (is_there or statuses is None):
             self._station.cancel(work)
         elif work.settled and statuses is not None and not is_there:

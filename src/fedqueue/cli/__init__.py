@@ -14,39 +14,20 @@ import sys
 import textwrap
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Final, NoReturn
 
 from fedqueue import __version__
-from fedqueue.cli import (
-    agent,
-    bound,
-    compare,
-    demo,
-    doctor,
-    enroll,
-    extras,
-    forecast,
-    history,
-    init,
-    journal,
-    models,
-    operate,
-    plan,
-    replay,
-    report,
-    retrace,
-    run,
-    serve,
-    simulate,
-)
+from fedqueue.cli import extras, operate
 from fedqueue.errors import ConfigError, FedQueueError, ProtocolError, StorageError
 from fedqueue.plugins import plugins
 
-_OURS: Final[tuple[Any, ...]] = (
-    *(demo, init, simulate, compare, bound, plan, history, forecast),
-    *(run, report, models, replay, retrace, journal, doctor),
-    *(serve, enroll, agent, *operate.VERBS),
+_OURS: Final = (
+    *("demo", "init", "simulate", "compare", "plan", "history", "forecast"),
+    *("run", "report", "models", "replay", "retrace", "journal", "doctor"),
+    *("serve", "enroll", "agent"),
 )
+"""Each is the name of its file here."""
 
 _EPILOG = """\
 first steps:
@@ -83,7 +64,8 @@ def make_parser(more: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     )
     parser.add_argument("--version", action="version", version=f"fedqueue {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    ours = {command.__name__.rpartition(".")[2]: command for command in _OURS}
+    ours: dict[str, Any] = {name: import_module(f"fedqueue.cli.{name}") for name in _OURS}
+    ours |= {command.__name__: command for command in operate.VERBS}
     for name, command in {**plugins("commands"), **(more or {}), **ours}.items():
         sub = commands.add_parser(
             name,

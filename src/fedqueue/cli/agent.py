@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_agent(args.config)
     home = home_of(config, args.config)
     enrolment = Enrolment.load(home)
-    client = enrolment.client(home, config.agent.proxy)
+    transport = enrolment.client(home, config.agent.proxy)
     with common.until_interrupted() as interrupted:
-        agent = Agent(config, home, enrolment.facility, client, say=_say)
+        agent = Agent(config, home, enrolment.facility, transport, run=enrolment.run, say=_say)
         try:
             if not args.once:
                 every = f"{config.agent.poll_seconds:g} s"

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 
 from fedqueue.config import Config, load
@@ -31,6 +32,16 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="change keys of the config, e.g. run.rounds=20 strategy.jit.round_length=5 'facility.*.queue.rho=0.5'",
     )
+
+
+def write_template(name: str, path: Path) -> None:
+    """A commented file of ours to start from; an existing one is never overwritten."""
+    text = (resources.files("fedqueue.cli") / name).read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; nothing was changed; name another file") from None
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedqueue.cli import common, extras, terminal
 from fedqueue.cli.figures import show
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.machine import invoked, provenance
 from fedqueue.processes import run_all
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.runs import new_folder, write_json
+from fedqueue.runs import new_folder
 from fedqueue.sim.runner import simulate
 
 HELP = "several strategies over the same seeds, with paired differences"
@@ -70,10 +69,12 @@ def _compare(args: argparse.Namespace, config: Config, strategies: list[str], fo
         for name in strategies
     ]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in strategies}
-    for summary in _progress(run_all(_run_one, jobs, args.jobs), len(jobs), quiet=args.json):
-        runs[summary["strategy"]].append(summary)
-        if args.json:
-            print(json.dumps(summary), flush=True)
+    with terminal.counting(quiet=args.json) as told:
+        for done, summary in enumerate(run_all(_run_one, jobs, args.jobs), 1):
+            told(f"{summary['strategy']} seed {summary['seed']}", done, len(jobs))
+            runs[summary["strategy"]].append(summary)
+            if args.json:
+                print(json.dumps(summary), flush=True)
     for summaries in runs.values():
         summaries.sort(key=lambda s: s["seed"])
     write_json(folder / "comparison.json", {**provenance(invoked()), "runs": runs})
@@ -101,22 +102,6 @@ def _run_one(job: Job) -> dict[str, Any]:
     config = common.load_run(path, changes, strategy=strategy, seed=seed)
     with new_folder(folder, folder.name):
         return simulate(config, folder=folder)
-
-
-def _progress(summaries: Iterator[dict[str, Any]], total: int, *, quiet: bool) -> Iterator[dict[str, Any]]:
-    screen = terminal.console(stderr=True)
-    if quiet or not screen.is_terminal:
-        for number, summary in enumerate(summaries, 1):
-            if not quiet:
-                screen.print(f"run {number} of {total}: {summary['strategy']} seed {summary['seed']}")
-            yield summary
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("runs", total=total)
-        for summary in summaries:
-            progress.update(task, advance=1, description=f"{summary['strategy']} seed {summary['seed']}")
-            yield summary
 
 
 def _curve(folder: Path) -> list[tuple[float, float]]:

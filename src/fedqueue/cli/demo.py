@@ -15,9 +15,10 @@ from pathlib import Path
 from fedqueue.cli import common, compare, extras, terminal
 from fedqueue.cli import run as run_here
 from fedqueue.cli.figures import show
+from fedqueue.files import write_json
 from fedqueue.machine import invoked, provenance
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.runs import new_folder, write_json
+from fedqueue.runs import new_folder
 from fedqueue.sim.runner import simulate
 
 HELP = "six strategies side by side, then a real run, in under two minutes"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedqueue import __version__, data
+from fedqueue.cli import extras
 
 HELP = "check the installation"
 
@@ -26,11 +27,12 @@ def run(args: argparse.Namespace) -> int:
     checks = [
         ("fedqueue", "ok", __version__),
         _python(),
-        *(_package(name, needed) for name, needed in _PACKAGES.items()),
+        *(_package(name, "") for name in ("numpy", "rich", "urllib3")),
+        *(_package(name, extra) for extra in extras.USES for name in extras.MODULES[extra]),
         _sqlite(),
         *(_scheduler(name) for name in _COMMANDS),
         _writable(Path.cwd()),
-        *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "cifar100/labels.npz", "traces")),
+        *(_data(name) for name in ("mnist/train-images-idx3-ubyte.gz", "traces")),
     ]
     marks = {"ok": "ok", "optional": "--", "missing": "MISSING"}
     for what, state, detail in checks:
@@ -40,36 +42,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
-_PACKAGES = {
-    "numpy": "",
-    "rich": "",
-    "urllib3": "",
-    "torch": "train",
-    "safetensors": "train",
-    "scikit-learn": "train",
-    "matplotlib": "plots",
-    "uvicorn": "serve",
-    "starlette": "serve",
-    "cryptography": "serve",
-}
-"""Package -> the extra that brings it; "" for those that fedqueue cannot do without."""
-
-
 def _python() -> tuple[str, State, str]:
     found = ".".join(str(n) for n in sys.version_info[:3])
     return ("Python", "ok", found) if sys.version_info >= (3, 11) else ("Python", "missing", f"{found}; 3.11 is needed")
 
 
 def _package(name: str, extra: str) -> tuple[str, State, str]:
+    """`extra` brings it; "": fedqueue cannot do without."""
+    name = {"sklearn": "scikit-learn"}.get(name, name)
     try:
         return name, "ok", importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if extra:
-            return name, "optional", f"not here; to {_USES[extra]}: pip install 'fedqueue[{extra}]'"
+            return name, "optional", f"not here; {extras.USES[extra]} needs it: {extras.install(extra)}"
         return name, "missing", f"pip install {name}"
 
-
-_USES = {"train": "train models", "plots": "draw plots and reports", "serve": "coordinate real runs"}
 
 _COMMANDS = {"Slurm": "sbatch", "PBS or Grid Engine": "qsub"}
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import getpass
 import sys
-from importlib import resources
 from pathlib import Path
 
+from fedqueue.cli import common
 from fedqueue.cli.operate import SaidNoError
-from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.errors import ConfigError
 
 HELP = "make this facility part of a run"
 
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.init:
-        return _init(args.config)
+        common.write_template("agent.toml", args.config)
+        print(f"wrote {args.config}; fill it in, then: fedqueue enroll {args.config}")
+        return 0
     from fedqueue.agent.enrolment import enrol
     from fedqueue.agent.settings import home_of, load_agent
     from fedqueue.agent.transport import CoordinatorRefusedError
@@ -40,15 +42,6 @@ def run(args: argparse.Namespace) -> int:
         raise SaidNoError(error.reason) from None
     print(f"enrolled as {made.facility} with {made.url}")
     print(f"start the agent: fedqueue agent {args.config}")
-    return 0
-
-
-def _init(path: Path) -> int:
-    if path.exists():
-        raise RunFolderError(f"{path}: exists already; nothing was changed; name another file")
-    text = (resources.files("fedqueue.cli") / "agent.toml").read_text(encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}; fill it in, then: fedqueue enroll {path}")
     return 0
 
 

@@ -10,15 +10,17 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 from fedqueue import data
+from fedqueue.cli import terminal
 from fedqueue.cli.common import check_ending
-from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
-from fedqueue.errors import ConfigError, StorageError
+from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases
+from fedqueue.errors import ConfigError
+from fedqueue.files import writing
+from fedqueue.runs import rounded
 
 HELP = "how good forecasts of queue waits would have been, on logs of real queues"
 
@@ -75,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fedqueue.cli.forecast_text import show
     from fedqueue.forecasting.evaluate import Evaluation
+    from fedqueue.processes import run_all
 
     cases = _cases(args)
     names = _names(args)
@@ -83,16 +86,23 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, found {args.jobs}")
     items = [(path, case, names) for path, case in cases]
-    found: list[tuple[dict[str, Any], Evaluation]] = []
-    for place, evaluation in sorted(_progress(args, items), key=lambda pair: pair[0]):
-        found.append((cases[place][1], evaluation))
+    evaluations: dict[int, Evaluation] = {}
+    processes = min(args.jobs or min(2, os.cpu_count() or 1), len(items))
+    with terminal.counting(quiet=args.json or len(items) == 1) as told:
+        for place, evaluation in run_all(_work, list(enumerate(items)), processes):
+            evaluations[place] = evaluation
+            case = cases[place][1]
+            told(f"{case['case']}, rounds of {case['round_length']:g} s", len(evaluations), len(items))
+    found = [(case, evaluations[place]) for place, (_, case) in enumerate(cases)]
     text = as_json(found)
     if args.json:
         print(text, end="")
     else:
         show(found)
     if args.out is not None:
-        _write(args.out, text)
+        with writing(args.out):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(text, encoding="utf-8")
     if args.plots is not None:
         from fedqueue.report.forecasts import forecasts_plot
 
@@ -159,18 +169,6 @@ def _names(args: argparse.Namespace) -> tuple[str, ...]:
     return available()
 
 
-def _progress(args: argparse.Namespace, items: list[Item]) -> Iterator[tuple[int, Any]]:
-    """(place, evaluation) as they are done."""
-    from fedqueue.processes import run_all
-
-    most = args.jobs or min(2, os.cpu_count() or 1)
-    for done, one in enumerate(run_all(_work, list(enumerate(items)), min(most, len(items))), 1):
-        if not args.json and len(items) > 1:
-            _, case, _ = items[one[0]]
-            print(f"{done} of {len(items)}: {case['case']}, rounds of {case['round_length']:g} s", file=sys.stderr)
-        yield one
-
-
 def _work(numbered: tuple[int, Item]) -> tuple[int, Any]:
     from fedqueue.forecasting.evaluate import Shape, evaluate
     from fedqueue.history.read import read_log
@@ -178,14 +176,6 @@ def _work(numbered: tuple[int, Item]) -> tuple[int, Any]:
     place, (path, case, names) = numbered
     shape = Shape(procs=procs_range(case["procs"]), requested=case["requested"])
     return place, evaluate(read_log(path), shape, case["round_length"], names)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _stem(path: Path) -> str:

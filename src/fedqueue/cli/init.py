@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from importlib import resources
 from pathlib import Path
 
-from fedqueue.errors import ConfigError
+from fedqueue.cli import common
 
 HELP = "write a commented config to start from"
 
@@ -18,12 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = resources.files("fedqueue.cli").joinpath("starter.toml").read_text(encoding="utf-8")
-    try:
-        with args.path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{args.path}: exists already; nothing was changed; name another file") from None
+    common.write_template("starter.toml", args.path)
     print(f"wrote {args.path}")
     print(f"next: fedqueue simulate {args.path}")
     return 0

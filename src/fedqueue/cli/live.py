@@ -6,7 +6,7 @@ import datetime
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,9 @@ from rich.text import Text
 
 from fedqueue.cli.terminal import console
 from fedqueue.config import Config
+from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import (
+    Aggregate,
     Command,
     CoordinatorResumed,
     Event,
@@ -40,8 +42,8 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
 )
+from fedqueue.protocol.state import JobState
 
 REFRESH_SECONDS = 0.25
 KEPT_LINES = 6
@@ -58,7 +60,7 @@ class _Line:
 
 
 class Screen:
-    """Told every event; shows what a person wants to know."""
+    """A view of the run's state: shows what a person wants to know."""
 
     def __init__(self, config: Config, *, quiet: bool, served: bool = False, plain: bool = False) -> None:
         self._config = config
@@ -71,6 +73,7 @@ class Screen:
         self._seen = time.monotonic()
         self._model = 0
         self._score: float | None = None
+        self._shares: dict[int, int] = {}  # updates in models that are being made
         self._aggregated = 0
         self._ended: str | None = None
         self._held: set[bool] = set()  # True: by a fault, False: by an operator
@@ -88,22 +91,16 @@ class Screen:
             when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S  ") if self._stamps else ""
             print(f"{when}{line}", file=sys.stderr, flush=True)
 
-    def listen(self, event: Event, commands: Sequence[Command]) -> None:
+    def __call__(self, told: Event | Command, job: JobState | None) -> None:
         with self._lock:
-            self._at, self._seen = event.at, time.monotonic()
-            self._happened(event)
-            for command in commands:
-                if isinstance(command, SubmitJob):
-                    self._now(command.order.facility, "asking for a job")
-                elif isinstance(command, Record) and command.facts.get("fate") == "aggregated":
-                    self._aggregated += 1
-                elif isinstance(command, StopRun):
-                    self._ended = command.reason
+            if isinstance(told, Event):
+                self._at, self._seen = told.at, time.monotonic()
+            self._happened(told)
         if self.past:
             return
-        for line in news(event, commands):
+        for line in news(told):
             self.say(line)
-        if isinstance(event, ModelReady | ModelScored):
+        if isinstance(told, ModelReady | ModelScored):
             self._print(self._head())
 
     def _now(self, facility: str, doing: str) -> _Line:
@@ -111,8 +108,10 @@ class Screen:
         line.doing, line.since = doing, time.monotonic()
         return line
 
-    def _happened(self, event: Event) -> None:
-        match event:
+    def _happened(self, told: Event | Command) -> None:
+        match told:
+            case SubmitJob(order=order):
+                self._now(order.facility, "asking for a job")
             case JobSubmitted(job_id=job):
                 self._now(facility_of(job), "in the queue")
             case JobStarted(job_id=job, admission_delay=delay):
@@ -141,8 +140,13 @@ class Screen:
                 self._held.discard(mended)
             case ModelReady(version=version):
                 self._model = version
+                self._aggregated += self._shares.pop(version, 0)
             case ModelScored(metrics=metrics):
                 self._score = metrics.get("score")
+            case Aggregate(to_version=version, weights=weights):
+                self._shares[version] = len(weights)
+            case StopRun(reason=reason):
+                self._ended = reason
 
     def _head(self) -> str:
         run = self._config.run
@@ -167,9 +171,9 @@ class Screen:
             return Group(Text(self._head(), style="bold"), table, *said)
 
 
-def news(event: Event, commands: Sequence[Command]) -> Iterator[str]:
+def news(told: Event | Command) -> Iterator[str]:
     """What a person would want to be told, in a line each."""
-    match event:
+    match told:
         case RunStarted():
             yield "the run begins"
         case RunPaused(reason=reason):
@@ -187,15 +191,14 @@ def news(event: Event, commands: Sequence[Command]) -> Iterator[str]:
             yield f"the update of {job} was rejected: {reason}"
         case JobRequeued(job_id=job, reason=reason):
             yield f"{job} waits again: {reason}"
-    for command in commands:
-        if isinstance(command, StopRun):
-            yield f"the run is over: {command.reason}; jobs that are out are ended"
-        elif isinstance(command, Record) and command.kind == "rejoined":
-            yield f"{command.facts['facility']} gets work again"
-        elif isinstance(command, Record) and command.kind == "suspended":
-            until = command.facts["until"]
+        case StopRun(reason=reason):
+            yield f"the run is over: {reason}; jobs that are out are ended"
+        case Record(kind="rejoined", facts=facts):
+            yield f"{facts['facility']} gets work again"
+        case Record(kind="suspended", facts=facts):
+            until = facts["until"]
             when = "until `fedqueue join` says so" if until is None else f"until {until:.0f} s on the run clock"
-            yield f"{command.facts['facility']} gets no work {when}"
+            yield f"{facts['facility']} gets no work {when}"
 
 
 @contextmanager

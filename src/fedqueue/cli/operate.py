@@ -23,7 +23,7 @@ STARTING_SECONDS = 60.0
 
 
 if TYPE_CHECKING:
-    from fedqueue.agent.transport import Client
+    from fedqueue.agent.http_transport import Client
 
 
 class SaidNoError(FedQueueError):
@@ -114,7 +114,7 @@ class Patience:
 
 
 def _client(folder: Path, patience: Patience) -> Client:
-    from fedqueue.agent.transport import Client
+    from fedqueue.agent.http_transport import Client
     from fedqueue.coordinator.access import OPERATOR_FILE
     from fedqueue.coordinator.server import ADDRESS
 

@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from math import isfinite
 from os import cpu_count
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedqueue.cli import common, terminal
 from fedqueue.config import read_tree
@@ -29,8 +25,6 @@ from fedqueue.errors import ConfigError
 from fedqueue.protocol.strategies import STRATEGIES
 
 HELP = "say what to ask for before a run, from queue histories"
-
-Told = Callable[[str, int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         shortest=args.shortest,
         longest=args.longest,
     )
-    with _following(quiet=args.json) as told:
+    with terminal.counting(quiet=args.json, lines=False) as told:
         advice = advise(wish, Searcher(setting, args.jobs, told))
     if args.json:
         print(json.dumps(as_json(advice)))
@@ -160,17 +154,3 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.plot is not None:
         common.check_ending("--plot", args.plot, ".png")
     return strategies
-
-
-@contextmanager
-def _following(*, quiet: bool) -> Iterator[Told]:
-    """Show how the search gets on."""
-    screen = terminal.console(stderr=True)
-    if quiet or not screen.is_terminal:
-        yield lambda what, done, total: None
-        return
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=screen, transient=True
-    ) as progress:
-        task = progress.add_task("")
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from fedqueue.cli import terminal
-from fedqueue.comparison import Estimate
 from fedqueue.planning.advice import Advice, FacilityAdvice, Price
 from fedqueue.planning.candidates import Candidate
 from fedqueue.planning.search import Trial, difference
@@ -222,18 +222,14 @@ def as_json(advice: Advice) -> dict[str, Any]:
             "reference_steps": setting.worth.reference,
             "needed": setting.worth.needed,
         },
-        "strategies": [{**_trial_json(r.trial), "difference": _estimate_json(r.against_best)} for r in advice.rivals],
+        "strategies": [{**_trial_json(r.trial), "difference": asdict(r.against_best)} for r in advice.rivals],
         "shapes": {
             name: [
                 {
-                    "nodes": s.nodes,
-                    "procs": s.procs,
-                    "jobs": s.jobs,
-                    "wait_median": s.wait_median,
-                    "work_per_day": s.work,
-                    "node_hours_per_day": s.node_hours,
+                    **{key: getattr(shape, key) for key in ("nodes", "procs", "jobs", "wait_median")},
+                    **_per_day(shape, "work", "node_hours"),
                 }
-                for s in shapes
+                for shape in shapes
             ]
             for name, shapes in advice.shapes.items()
         },
@@ -248,15 +244,13 @@ def as_json(advice: Advice) -> dict[str, Any]:
             "without": _trial_json(price.without),
         },
         "what_if": [
-            {"what_if": w.text, **_trial_json(w.trial), "difference": _estimate_json(w.change)} for w in advice.what_ifs
+            {"what_if": w.text, **_trial_json(w.trial), "difference": asdict(w.change)} for w in advice.what_ifs
         ],
         "uncertain": list(advice.cautions),
         "tried": [
             {
                 **_candidate_json(one.candidate),
-                "work_per_day": one.work,
-                "steps_per_day": one.steps,
-                "node_hours_per_day": one.node_hours,
+                **_per_day(one, "work", "steps", "node_hours"),
                 "late_rate": one.late_rate,
                 "stage": one.stage,
             }
@@ -284,12 +278,8 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
 def _trial_json(trial: Trial) -> dict[str, Any]:
     return {
         **_candidate_json(trial.candidate),
-        "work_per_day": trial.mean("work"),
-        "steps_per_day": trial.mean("steps"),
-        "updates_per_day": trial.mean("updates"),
-        "jobs_per_day": trial.mean("jobs"),
+        **{f"{key}_per_day": trial.mean(key) for key in ("work", "steps", "updates", "jobs", "node_hours")},
         "late_rate": trial.late_rate,
-        "node_hours_per_day": trial.mean("node_hours"),
         "target_days": trial.target_days,
         "starts": len(trial.outcomes),
     }
@@ -300,20 +290,15 @@ def _facility_json(facility: FacilityAdvice) -> dict[str, Any]:
     return {
         "nodes": place.settings.nodes,
         "steps_per_second": place.settings.steps_per_second,
-        "wall_seconds": facility.wall_seconds,
-        "wait_median": facility.wait_median,
-        "wait_p90": facility.wait_p90,
-        "wait_mean": facility.wait_mean,
-        "jobs_per_day": facility.jobs,
-        "updates_per_day": facility.updates,
-        "work_per_day": facility.work,
-        "late_rate": facility.late_rate,
-        "node_hours_per_day": facility.node_hours,
+        **{
+            key: getattr(facility, key) for key in ("wall_seconds", "wait_median", "wait_p90", "wait_mean", "late_rate")
+        },
+        **_per_day(facility, "jobs", "updates", "work", "node_hours"),
         "history": None
         if waits is None
         else {"jobs": len(waits.waits), "procs": place.procs, "max_requested": waits.max_requested},
     }
 
 
-def _estimate_json(found: Estimate) -> dict[str, Any]:
-    return {"mean": found.mean, "sd": found.sd, "half_width": found.half_width, "count": found.count}
+def _per_day(owner: object, *figures: str) -> dict[str, Any]:
+    return {f"{key}_per_day": getattr(owner, key) for key in figures}

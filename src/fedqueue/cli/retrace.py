@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedqueue.cli import terminal
-from fedqueue.metrics import Tally
 from fedqueue.protocol.messages import CoordinatorResumed, FacilityLeft, RunPaused
 
 if TYPE_CHECKING:
@@ -39,15 +38,10 @@ def run(args: argparse.Namespace) -> int:
     config = stored_config(args.folder)
     strategy = args.strategy or recording.strategy
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, strategy=strategy))
-    tally = Tally(
-        round_length=getattr(config.options(), "round_length", None) or config.run.round_length,
-        nodes={facility.name: facility.nodes for facility in config.facility},
-        targets=[],
-    )
-    played = simulate_recording(recording, config, [tally])
+    played = simulate_recording(recording, config)
     if strategy == recording.strategy:
         return _compare(recording, played)
-    summary = tally.summary(strategy=strategy, seed=config.run.seed, wall_seconds=0.0)
+    summary = played.tally.summary(strategy=strategy, seed=config.run.seed, wall_seconds=0.0)
     updates = "  ".join(str(n) for n in summary["updates"].values())
     rows = [
         ("virtual seconds", terminal.seconds(summary["virtual_seconds"])),

@@ -85,7 +85,7 @@ def here(config: Config, folder: Path, *, quiet: bool, debugged: bool = False) -
         from fedqueue.debugging import debug
 
         with live.following(config, quiet=quiet, plain=True) as screen:
-            return debug(config, folder.absolute(), listeners=[screen.listen], say=screen.say)
+            return debug(config, folder.absolute(), views=[screen], say=screen.say)
     agents = Agents(config, folder.absolute())
     with live.following(config, quiet=quiet) as screen, common.until_interrupted(agents.kill) as interrupted:
         return coordinate(
@@ -93,7 +93,7 @@ def here(config: Config, folder: Path, *, quiet: bool, debugged: bool = False) -
             folder.absolute(),
             plain=True,
             beside=agents.beside,
-            listeners=[screen.listen],
+            views=[screen],
             say=screen.say,
             until=interrupted,
         )

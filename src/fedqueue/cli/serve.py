@@ -56,8 +56,8 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
             screen.past = False  # its ledger is read
             screen.say(f"run folder: {folder}")
             screen.say(f"listening at {address['url']}")
-            if coordinator.books.events and coordinator.books.stopped is None:
-                screen.say(f"goes on from model {coordinator.books.newest} at {coordinator.now:.0f} s on the run clock")
+            if coordinator.state.events and coordinator.state.stopped is None:
+                screen.say(f"goes on from model {coordinator.state.newest} at {coordinator.now:.0f} s on the run clock")
             enrolled = access.enrolled()
             for name in coordinator.names:
                 if name not in enrolled:
@@ -69,7 +69,7 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
             folder,
             plain=plain,
             beside=beside,
-            listeners=[screen.listen],
+            views=[screen],
             say=screen.say,
             until=interrupted,
         )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -132,6 +132,22 @@ def following(label: str, config: Config, *, quiet: bool = False) -> Iterator[Li
             )
     else:
         yield _throttled(watch, PLAIN_SECONDS, lambda: print(f"{label}  {watch.line()}", file=sys.stderr, flush=True))
+
+
+@contextmanager
+def counting(*, quiet: bool, lines: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """Show how much is done; gives what has to be told of it: what, how many are done, and of how many. `lines`: where
+    there is no terminal, a line each."""
+    screen = console(stderr=True)
+    if screen.is_terminal and not quiet:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=screen, transient=True) as progress:
+            task = progress.add_task("")
+            yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+    elif lines and not quiet:
+        yield lambda what, done, total: screen.print(f"{done} of {total}: {what}", markup=False)
+    else:
+        yield lambda what, done, total: None
 
 
 def _throttled(watch: _Watch, every: float, say: Callable[[], None]) -> Listener:

@@ -46,14 +46,3 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}: {row['case']}: {error}") from None
         cases.append({**row, "procs": row["procs"] or None, "requested": requested, "round_length": length})
     return cases
-
-
-def rounded(value: Any) -> Any:
-    """Numbers with six digits, at any depth."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value

@@ -2,8 +2,8 @@
 
 Everything enters through `ask`, which hands a function to that thread and gives its answer back: a facility's poll,
 an operator's word, a model that was made. Before each, timers that are due fire; so which cutoff an update meets is
-decided by the order of the ledger. What has to be done is read from the books, not remembered: a coordinator that is
-killed at any moment reads its ledger and goes on, and its run clock stood still meanwhile.
+decided by the order of the ledger. What has to be done is read from the run's state, not remembered: a coordinator that
+is killed at any moment reads its ledger and goes on, and its run clock stood still meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 from fedqueue import tensorfile
 from fedqueue.config import Config
-from fedqueue.coordinator.books import Books
 from fedqueue.coordinator.clock import RunClock
 from fedqueue.coordinator.hindrance import Patience, reason
 from fedqueue.coordinator.store import Store
@@ -28,12 +27,12 @@ from fedqueue.engine import Engine, Listener
 from fedqueue.errors import FedQueueError, StorageError
 from fedqueue.failpoints import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
-from fedqueue.metrics import Tally
-from fedqueue.models import best_of
+from fedqueue.metrics import Tally, best_of
+from fedqueue.protocol.codec import encode
+from fedqueue.protocol.contract import one_line
 from fedqueue.protocol.messages import (
     Aggregate,
-    AssignWork,
-    CancelJob,
+    Command,
     CoordinatorResumed,
     Event,
     FacilityDrained,
@@ -43,20 +42,17 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
-    Record,
     RunPaused,
     RunResumed,
     RunStarted,
-    SetTimer,
     StopRequested,
-    StopRun,
-    SubmitJob,
     TimerFired,
     UpdateArrived,
+    parse,
 )
-from fedqueue.protocol.reports import Trouble, Unscored, one_line
+from fedqueue.protocol.reports import Trouble, Unscored
+from fedqueue.protocol.state import Outcomes, RunState, View
 from fedqueue.protocol.strategies import Strategy
-from fedqueue.protocol.wire import encode, parse
 from fedqueue.runs import rebuild_strategy
 
 T = TypeVar("T")
@@ -104,6 +100,7 @@ class Presence:
     generation: int = -1
     host: str = ""
     journal: str = ""
+    post: int | None = None  # the newest standing work that it was told of; None: not known
     told_end: float | None = None  # monotonic, of when it was first told that the run is over
     left: bool = False  # it said goodbye: nobody waits for it
     ever: bool = False  # heard of since this coordinator started
@@ -120,11 +117,12 @@ class Coordinator:
         folder: Path,
         *,
         listeners: Sequence[Listener] = (),
+        views: Sequence[View] = (),
         scorer: Callable[[Coordinator], Scorer] | None = None,
         say: Callable[[str], None] = lambda line: None,
         told: bool = False,
     ) -> None:
-        """`told`: the listeners know what the ledger holds."""
+        """`told`: the listeners and views know what the ledger holds."""
         self.config = config
         self.folder = folder
         self.store = Store(folder)
@@ -133,6 +131,7 @@ class Coordinator:
         self.presence = {name: Presence(time.monotonic()) for name in self.names}
         self.say = say
         self._listeners = listeners
+        self._views = views
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._beat = 0.0  # monotonic, of the newest heartbeat; 0: there was none yet
         self._closing = False
@@ -154,16 +153,13 @@ class Coordinator:
     def _open(self, *, told: bool) -> None:
         """Read the ledger from its beginning: what it holds is what happened, whatever this process remembers."""
         ledger_path = self.folder / FILE
-        self.books = Books(self.names)
-        self.tally = Tally(
-            round_length=getattr(self.config.options(), "round_length", None) or self.config.run.round_length,
-            nodes={facility.name: facility.nodes for facility in self.config.facility},
-            targets=self.config.run.targets,
-        )
+        self.state = RunState(self.names)
         self.received: dict[tuple[str, str], int] = {}  # facility, journal -> newest report
         with LedgerReader(ledger_path) as reader:
             self.strategy: Strategy = rebuild_strategy(reader.meta)
-            self.books.models[0] = reader.meta["first_model"]
+            self.outcomes = Outcomes(self.state, reader.meta["first_model"])
+            self.tally = Tally.of(self.config, self.state)
+            self.state.views += () if told else self._views
             self.run_id: str = reader.meta["run"]
             self._left_as = reader.meta.get("stopped")  # by a coordinator before us
             for name in reader.meta.get("left", []):
@@ -175,8 +171,7 @@ class Coordinator:
                 differs += given != recorded
                 # The journal is what counts: another build may decide otherwise from here on, not about the past.
                 commands: Any = [parse(kind, json.loads(text)) for kind, text in recorded]
-                self.books(event, commands)
-                self.tally(event, commands)
+                self.state(event, commands)
                 for listener in () if told else self._listeners:
                     listener(event, commands)
             for row in reader.rows("SELECT origin FROM events WHERE origin IS NOT NULL ORDER BY seq"):
@@ -189,17 +184,16 @@ class Coordinator:
         self._ledger = Ledger(ledger_path, None)
         if differs:
             self._ledger.note("replay_differences", differs)
-        clock_at = max(self.books.at, heartbeat["clock"])
+        self.state.views += self._views if told else ()
+        clock_at = max(self.state.at, heartbeat["clock"])
         self.clock = RunClock(clock_at)
         self._down_seconds = max(0.0, time.time() - heartbeat["wall"])
-        # The books first: what they cannot take must not be on record, or no start could read it again.
-        watched: list[Listener] = [self.books, self.tally, self._write, *self._listeners]
-        self._engine = Engine(self.strategy, self, watched)
-        if self.books.events and self.books.stopped is None:
-            if not self.books.held:
+        self._engine = Engine(self.strategy, self, [self._write, self._happened, *self._listeners])
+        if self.state.events and self.state.stopped is None:
+            if not self.state.held:
                 self.clock.start()
             self.tell(CoordinatorResumed(at=clock_at, down_seconds=self._down_seconds))
-        elif self.books.stopped is None:
+        elif self.state.stopped is None:
             self.clock.stop()
 
     def _write(self, event: Event, commands: Any) -> None:
@@ -207,22 +201,34 @@ class Coordinator:
         self._ledger(event, commands)
         failpoint("ledger.after")
 
+    def _happened(self, event: Event, _: Sequence[Command]) -> None:
+        self.state.happened(event)
+
+    def act(self, command: Command) -> None:
+        """A command is carried out by being part of the state: facilities, timers and models are served from there."""
+        self.state.wanted(command)
+        if isinstance(command, PostWork):
+            heard = self.presence[command.facility].post
+            facility = self.state.facilities[command.facility]
+            if heard is not None:  # nobody there has heard of those between
+                facility.forget_posts(lambda number: heard < number < facility.posted)
+
     # The thread -----------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until the run is over and everybody who should know knows, or `until` says so."""
-        if self.books.hindrance and self.books.stopped is None:
-            self.say(f"still paused: {self.books.hindrance}")
-            if not self.books.making:
-                self._suspects[self.books.models[self.books.newest]] = "the run cannot go on"
+        if self.state.hindrance and self.state.stopped is None:
+            self.say(f"still paused: {self.state.hindrance}")
+            if not self.state.making:
+                self._suspects[self.outcomes.models[self.state.newest]] = "the run cannot go on"
             self._patience.try_now()
         self._pump()
-        for version in sorted(set(self.books.models) - self.books.scored):
+        for version in sorted(set(self.outcomes.models) - set(self.outcomes.scores)):
             self._score(version)
         try:
             while not self._finished() and not until():
                 self._turn()
-            self._ledger.note("stopped", self.books.stopped or "interrupted; it can go on")
+            self._ledger.note("stopped", self.state.stopped or "interrupted; it can go on")
         finally:
             self._closing = True
             self._send_away()
@@ -234,7 +240,7 @@ class Coordinator:
         self._maker.shutdown(wait=True, cancel_futures=True)
         self._send_away()
         self._look_after_ledger()
-        if self.books.stopped is not None:
+        if self.state.stopped is not None:
             self._ledger.seal()
         else:
             self._ledger.abandon()
@@ -278,7 +284,7 @@ class Coordinator:
 
     def _turn(self) -> None:
         """One thing that happened, or a second without any."""
-        due = self.books.due() if self.clock.running else None
+        due = self.state.due() if self.clock.running else None
         wait = HEARTBEAT_SECONDS if due is None else min(HEARTBEAT_SECONDS, max(0.0, due[0] - self.clock.now()))
         try:
             act: Callable[[], None] | None = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
@@ -299,11 +305,11 @@ class Coordinator:
             self._look_around()
 
     def _fire_timers(self) -> None:
-        while self.clock.running and self.books.stopped is None:
-            due = self.books.due()
+        while self.clock.running and self.state.stopped is None:
+            due = self.state.due()
             if due is None or due[0] > self.clock.now():
                 return
-            self.tell(TimerFired(at=max(due[0], self.books.at), key=due[1]))
+            self.tell(TimerFired(at=max(due[0], self.state.at), key=due[1]))
 
     def tell(self, event: Event, origin: str | None = None) -> None:
         """Something happened. Only the owning thread calls this."""
@@ -328,7 +334,7 @@ class Coordinator:
     @property
     def now(self) -> float:
         """On the run clock, and never before what was written last."""
-        return max(self.clock.now(), self.books.at)
+        return max(self.clock.now(), self.state.at)
 
     def _forgive(self, late: float) -> None:
         """We did not listen for so many seconds, because this process was stopped or its machine stood still: who could
@@ -351,25 +357,25 @@ class Coordinator:
 
     def _look_around(self) -> None:
         """Who is away? Facilities do not say goodbye."""
-        if not self.books.started or self.books.stopped is not None:
+        if not self.state.started or self.state.stopped is not None:
             return
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard
             patience = max(self.config.server.away_seconds, 3 * presence.poll_seconds)
-            if not self.books.facilities[name].away and silent > patience:
+            if not self.state.facilities[name].away and silent > patience:
                 self.say(f"{name} has not been heard of for {silent:.0f} s")
                 self.tell(FacilityLeft(at=self.now, facility=name))
 
     def _finished(self) -> bool:
         """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
-        if self.books.stopped is None or self._scoring or self._at_work:
+        if self.state.stopped is None or self._scoring or self._at_work:
             return False
         at_facility = self.config.evaluation.where in self.names
-        if at_facility and self.wants_score(self.books.newest) and not self.waited_for_score():
+        if at_facility and self.wants_score(self.state.newest) and not self.waited_for_score():
             return False
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard  # or since this coordinator started
-            in_reach = not self.books.facilities[name].away and silent < 3 * max(presence.poll_seconds or 10.0, 3.0)
+            in_reach = not self.state.facilities[name].away and silent < 3 * max(presence.poll_seconds or 10.0, 3.0)
             given_up = presence.told_end is not None and time.monotonic() - presence.told_end > GOODBYE_SECONDS
             if in_reach and not presence.left and not given_up:
                 return False
@@ -381,28 +387,28 @@ class Coordinator:
         """A facility that may speak for itself did."""
         presence = self.presence[name]
         presence.heard, presence.ever = time.monotonic(), True
-        if not self.books.started and self.books.stopped is None:
+        if not self.state.started and self.state.stopped is None:
             there = [other for other, p in self.presence.items() if p.ever]
             if len(there) >= (self.config.server.wait_for or len(self.names)):
                 self.tell(RunStarted(at=self.now))
-                if not self.books.held:
+                if not self.state.held:
                     self.clock.start()
                 for other in self.names:
                     if other not in there:
                         self.tell(FacilityLeft(at=self.now, facility=other))
-        elif self.books.facilities[name].away and self.books.stopped is None:
+        elif self.state.facilities[name].away and self.state.stopped is None:
             self.say(f"{name} is back")
             self.tell(FacilityJoined(at=self.now, facility=name))
 
     def leaves(self, name: str) -> None:
         """Its agent ends, for now or because the run is over."""
         self.presence[name].session, self.presence[name].left = "", True
-        if self.books.stopped is not None:
+        if self.state.stopped is not None:
             self._ledger.note("left", [other for other, presence in self.presence.items() if presence.left])
 
     def give_up_all_but(self, name: str, known: Collection[int]) -> list[int]:
         """Jobs that we believe this facility has, and that its agent does not know, have failed; their numbers."""
-        unknown = [job for job in self.books.facilities[name].jobs.values() if job.taken and job.sequence not in known]
+        unknown = [job for job in self.state.facilities[name].jobs.values() if job.taken and job.sequence not in known]
         reason = (
             "the facility's agent lost its journal, or had it restored from an older copy, and does not know this job"
         )
@@ -417,17 +423,17 @@ class Coordinator:
 
     def pause(self) -> None:
         self._must_run()
-        if not self.books.paused:
+        if not self.state.paused:
             self.tell(RunPaused(at=self.now))
             self.clock.stop()
 
     def resume(self) -> None:
         self._must_run()
-        if self.books.paused:
-            if not self.books.hindrance:
+        if self.state.paused:
+            if not self.state.hindrance:
                 self.clock.start()
             self.tell(RunResumed(at=self.now))
-        if self.books.hindrance:
+        if self.state.hindrance:
             self._patience.try_now()
             self._pump()
 
@@ -445,43 +451,16 @@ class Coordinator:
     def join(self, name: str) -> None:
         """Undo a drain, or give a facility that failed for good another chance."""
         self._must_run()
-        book = self.books.facilities[name]
-        if book.away and book.drained:
+        facility = self.state.facilities[name]
+        if facility.away and facility.status == "drained":
             raise Refused(409, f"{name} is drained and away; say it again when it is back")
         self.tell(FacilityJoined(at=self.now, facility=name))
 
     def _must_run(self) -> None:
-        if self.books.stopped is not None:
-            raise Refused(409, f"the run is over: {self.books.stopped}")
-        if not self.books.started:
+        if self.state.stopped is not None:
+            raise Refused(409, f"the run is over: {self.state.stopped}")
+        if not self.state.started:
             raise Refused(409, "the run has not started: it waits for its facilities")
-
-    # Commands -------------------------------------------------------------------------------------------
-    # Most are done by being in the books: facilities and timers are served from there.
-
-    def submit_job(self, command: SubmitJob) -> None:
-        pass
-
-    def assign_work(self, command: AssignWork) -> None:
-        pass
-
-    def post_work(self, command: PostWork) -> None:
-        pass
-
-    def cancel_job(self, command: CancelJob) -> None:
-        pass
-
-    def set_timer(self, command: SetTimer) -> None:
-        pass
-
-    def aggregate(self, command: Aggregate) -> None:
-        pass
-
-    def record(self, command: Record) -> None:
-        pass
-
-    def stop_run(self, command: StopRun) -> None:
-        pass
 
     # Models ---------------------------------------------------------------------------------------------
 
@@ -489,7 +468,7 @@ class Coordinator:
         """Begin with the next model that can be made, and look again at files that could not be used."""
         if self._at_work or self._closing or self._patience.waits:
             return
-        command = self.books.making[min(self.books.making)] if self.books.making else None
+        command = self.state.making[min(self.state.making)] if self.state.making else None
         if command is not None or self._suspects:
             self._at_work = True
             self._maker.submit(self._work, command, self._ingredients(command), dict(self._suspects))
@@ -501,11 +480,11 @@ class Coordinator:
             tensorfile.FileContribution(
                 weight=share.weight,
                 trained=self.store.path(receipt.digest),
-                base=self.store.path(self.books.models[receipt.base_version]),
-                base_key=self.books.models[receipt.base_version],
+                base=self.store.path(self.outcomes.models[receipt.base_version]),
+                base_key=self.outcomes.models[receipt.base_version],
             )
             for share in (command.weights if command is not None else ())
-            for receipt in [self.books.updates[share.job_id, share.attempt]]
+            for receipt in [self.state.updates[share.key]]
         ]
 
     def _work(
@@ -529,7 +508,7 @@ class Coordinator:
             self.ask(lambda: self._worked(command, made, suspects))
 
     def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> str:
-        current = self.books.models[command.from_version]
+        current = self.outcomes.models[command.from_version]
         if not contributions:
             return current
         scratch = self.store.scratch(f"v{command.to_version}")
@@ -550,7 +529,7 @@ class Coordinator:
         for suspect in looked_at:
             self._suspects.pop(suspect, None)
         self._patience.done()
-        if command is not None and self.books.stopped is None:  # otherwise nobody waits for it any more
+        if command is not None and self.state.stopped is None:  # otherwise nobody waits for it any more
             self.tell(ModelReady(at=self.now, version=command.to_version, digest=digest))
             self._score(command.to_version)
         if not self._suspects:
@@ -566,17 +545,17 @@ class Coordinator:
     def _hinder(self, why: str) -> None:
         """The run stands still, with its reason on record, and is tried again by itself."""
         self._patience.in_vain()
-        if self.books.stopped is not None:
+        if self.state.stopped is not None:
             if why != self._said:
                 self.say(why)
             self._said = why
-        elif why != self.books.hindrance:
+        elif why != self.state.hindrance:
             self.tell(RunPaused(at=self.now, reason=why))
             self.clock.stop()
 
     def _mended(self) -> None:
-        if self.books.hindrance and self.books.stopped is None:
-            if self.books.started and not self.books.paused:
+        if self.state.hindrance and self.state.stopped is None:
+            if self.state.started and not self.state.paused:
                 self.clock.start()
             self.tell(RunResumed(at=self.now, mended=True))
         for version in sorted(self._score_again):
@@ -597,22 +576,22 @@ class Coordinator:
 
     def counts_on(self, digest: str) -> bool:
         """Whether the file of this model must be there."""
-        return digest == self.books.models[self.books.newest] or self.store.counts_on(digest)
+        return digest == self.outcomes.models[self.state.newest] or self.store.counts_on(digest)
 
     def _reason(self, error: Exception) -> str:
-        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.books.updates.values()}
-        names |= {digest: f"model {version}" for version, digest in self.books.models.items()}
+        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.state.updates.values()}
+        names |= {digest: f"model {version}" for version, digest in self.outcomes.models.items()}
         return reason(error, self.folder, names)
 
     def _sweep(self) -> None:
-        books = self.books
-        unheard = books.started and not all(p.ever for name, p in self.presence.items() if books.facilities[name].jobs)
-        versions = set(books.models) if self.config.model.keep == "all" else books.versions_needed() | self._scoring
+        state, models = self.state, self.outcomes.models
+        unheard = state.started and not all(p.ever for name, p in self.presence.items() if state.facilities[name].jobs)
+        versions = set(models) if self.config.model.keep == "all" else state.versions_needed() | self._scoring
         # The best also while its file is gone: when somebody puts it back, it stays.
-        best = best_of(books.scores) if self.config.model.keep == "best" else None
+        best = best_of(self.outcomes.scores) if self.config.model.keep == "best" else None
         versions |= {version for version in (best, self.best, self._asked_to_score) if version is not None}
-        needed = {books.models[version] for version in versions if version in books.models}
-        needed.update(receipt.digest for receipt in books.updates.values())
+        needed = {models[version] for version in versions if version in models}
+        needed.update(receipt.digest for receipt in state.updates.values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
             needed |= self._found
         self.store.sweep(needed)
@@ -624,8 +603,8 @@ class Coordinator:
         """The version with the best score of those that are kept; None: none has one, or the best is not kept."""
         if self.config.model.keep == "needed":
             return None
-        models = self.books.models
-        return best_of({v: score for v, score in self.books.scores.items() if self.store.counts_on(models[v])})
+        models = self.outcomes.models
+        return best_of({v: score for v, score in self.outcomes.scores.items() if self.store.counts_on(models[v])})
 
     def asks_for_score(self, version: int) -> None:
         """A facility is asked for it. The first since the last score is likely to be under way: its file stays, in case
@@ -635,7 +614,7 @@ class Coordinator:
 
     def _score(self, version: int) -> None:
         where = self.config.evaluation.where
-        path = self.store.path(self.books.models[version])
+        path = self.store.path(self.outcomes.models[version])
         must_be_there = self.counts_on(path.stem)
         if where == "coordinator" and not isinstance(self._scorer, NoScorer) and must_be_there:
             self._scoring.add(version)
@@ -644,19 +623,19 @@ class Coordinator:
     def not_scored(self, version: int, error: Exception) -> None:
         """Its file cannot be used now; it is scored when that is mended."""
         self._score_again.add(version)
-        self.cannot_use(self.books.models[version], f"model {version} cannot be scored", error)
+        self.cannot_use(self.outcomes.models[version], f"model {version} cannot be scored", error)
 
     def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
         """A score came, or None: there will be none."""
         self._scoring.discard(version)
-        if metrics is not None and version not in self.books.scored:
+        if metrics is not None and version not in self.outcomes.scores:
             self.tell(ModelScored(at=self.now, version=version, metrics=metrics), origin=f"score/{version}")
         self._pump()
 
     def _say_passed_over(self, version: int) -> None:
         """Models older than this one that will get no score any more, each time as many as are new."""
-        before = max((other for other in self.books.scored if other < version), default=-1)
-        passed = [other for other in self.books.unscored() if before < other < version and self.wants_score(other)]
+        before = max((other for other in self.outcomes.scores if other < version), default=-1)
+        passed = [other for other in self.outcomes.unscored() if before < other < version and self.wants_score(other)]
         if passed:
             which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
             where = self.config.evaluation.where
@@ -666,23 +645,23 @@ class Coordinator:
             self.say(f"{which} passed over without a score: {why}")
 
     def wants_score(self, version: int) -> bool:
-        return version not in self.books.scored and version not in self._unscorable
+        return version not in self.outcomes.scores and version not in self._unscorable
 
     def unscorable(self, facility: str, given_up: Sequence[Unscored]) -> None:
         """The facility that scores models says which it cannot score."""
         if self.config.evaluation.where != facility:
             return
         for found in given_up:
-            if self.wants_score(found.version) and found.version in self.books.models:
+            if self.wants_score(found.version) and found.version in self.outcomes.models:
                 self._unscorable.add(found.version)
                 self.say(f"model {found.version} gets no score: {one_line(found.reason)}")
 
     def waited_for_score(self) -> bool:
         """Whether a facility that scores models has had its time for the last one."""
-        if self._left_as == self.books.stopped:
+        if self._left_as == self.state.stopped:
             return True  # who serves a run that is over changes none of its figures
         if self._over_since is None:
             self._over_since = time.monotonic()
             where, seconds = self.config.evaluation.where, self.config.evaluation.timeout_seconds
-            self.say(f"waits for the score of model {self.books.newest} by {where}, for {seconds:g} s at most")
+            self.say(f"waits for the score of model {self.state.newest} by {where}, for {seconds:g} s at most")
         return time.monotonic() - self._over_since > self.config.evaluation.timeout_seconds

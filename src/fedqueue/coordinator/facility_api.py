@@ -10,17 +10,29 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fedqueue import tensorfile
-from fedqueue.coordinator.books import OpenJob
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
-from fedqueue.protocol.messages import JobId, Receipt, Standing, UpdateArrived, UpdateRejected, job_id
+from fedqueue.protocol.contract import (
+    Answer,
+    EvaluationRequest,
+    JobOrder,
+    ModelFile,
+    PostedWork,
+    Receipt,
+    Standing,
+    UpdateKey,
+    Verdict,
+    job_id,
+)
+from fedqueue.protocol.messages import UpdateArrived, UpdateRejected
 from fedqueue.protocol.reports import Handin, Poll, Report, event_of
-from fedqueue.protocol.wire import body
+from fedqueue.protocol.state import JobState
 
 CHECK_SECONDS: Final = 5.0
 """How long a facility is kept waiting for the check of its update; after that it asks again."""
@@ -33,13 +45,11 @@ SILENT_SECONDS: Final = 30.0
 
 HEADER_ROOM: Final = 1 << 20  # bytes
 
-NOTHING_TO_DO: Final[dict[str, Any]] = {"orders": [], "cancel": [], "standing": None, "evaluate": None}
-
 
 class FacilityApi:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._checks: dict[tuple[str, int], asyncio.Task[dict[str, Any]]] = {}
+        self._checks: dict[tuple[str, int], asyncio.Task[Verdict]] = {}
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="checker")
 
     def close(self) -> None:
@@ -47,7 +57,7 @@ class FacilityApi:
 
     # Polls ----------------------------------------------------------------------------------------------
 
-    def poll(self, facility: str, asked: Poll) -> dict[str, Any]:
+    def poll(self, facility: str, asked: Poll) -> Answer:
         """Take the reports that are new, and say what is to be done."""
         coordinator = self._coordinator
         presence = coordinator.presence[facility]
@@ -58,7 +68,7 @@ class FacilityApi:
         presence.troubles, presence.spoke = [trouble.plain() for trouble in asked.troubles], time.monotonic()
         if asked.stuck:  # it is not there in the sense that counts: nobody should wait for it
             received = coordinator.received.get((facility, asked.journal), 0)
-            return {**NOTHING_TO_DO, "received": received, "over": coordinator.books.stopped}
+            return Answer(received=received, orders=[], cancel=[], over=coordinator.state.stopped, run=asked.run)
         coordinator.heard(facility)
         known = self.must_follow(facility, asked)
         with coordinator.together():
@@ -68,10 +78,11 @@ class FacilityApi:
                     known = report.n
         unknown = coordinator.give_up_all_but(facility, asked.open) if another_journal or asked.newest == known else []
         coordinator.unscorable(facility, asked.unscored)
-        coordinator.books.forget_posts(facility, asked.standing - 1)  # one more than it needs: a job may just read it
+        # One more than it needs stays: a job may just read it.
+        coordinator.state.facilities[facility].forget_posts(lambda number: number < asked.standing - 1)
         failpoint("answer.before")
         answer = self._answer(facility, asked, known, unknown)
-        if answer["over"] and presence.told_end is None:
+        if answer.over and presence.told_end is None:
             presence.told_end = time.monotonic()
         if asked.leaving:
             coordinator.leaves(facility)
@@ -101,77 +112,63 @@ class FacilityApi:
 
     def _take(self, facility: str, journal: str, report: Report) -> None:
         coordinator = self._coordinator
-        posts = coordinator.books.facilities[facility].posts
+        posts = coordinator.state.facilities[facility].posts
         event = event_of(report, facility, coordinator.now, posts)
         coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
         coordinator.received[facility, journal] = report.n
 
-    def _answer(self, facility: str, asked: Poll, received: int, unknown: list[int]) -> dict[str, Any]:
+    def _answer(self, facility: str, asked: Poll, received: int, unknown: list[int]) -> Answer:
         """`unknown`: jobs that we believed to be there; the scheduler may have them still."""
-        books = self._coordinator.books
-        book = books.facilities[facility]
-        stopped = books.stopped is not None
+        state = self._coordinator.state
+        here = state.facilities[facility]
+        stopped = state.stopped is not None
         evaluation = self._evaluation(facility)
         over = stopped and (evaluation is None or self._coordinator.waited_for_score())
-        orders = [job for job in book.jobs.values() if not job.taken]
-        standing = book.posts.get(book.posted)
+        orders = [job for job in here.jobs.values() if not job.taken]
+        wanted = set() if stopped else {job.sequence for job in here.jobs.values()}
+        standing = here.posts.get(here.posted)
         if standing is not None and not stopped:
-            book.told = book.posted
-        return {
-            "received": received,
-            "orders": [] if stopped or books.held else [self._order(job) for job in orders],
-            "cancel": sorted({*asked.open, *unknown} - (set() if stopped else set(book.jobs))),
-            "standing": self._standing(book.posted, standing) if standing is not None and not stopped else None,
-            "evaluate": evaluation,
-            "over": books.stopped if over else None,
-        }
+            self._coordinator.presence[facility].post = here.posted
+        return Answer(
+            received=received,
+            orders=[] if stopped or state.held else [self._order(job) for job in orders],
+            cancel=sorted({*asked.open, *unknown} - wanted),
+            standing=self._standing(here.posted, standing) if standing is not None and not stopped else None,
+            evaluate=evaluation,
+            over=state.stopped if over else None,
+            run=asked.run,
+        )
 
-    def _order(self, job: OpenJob) -> dict[str, Any]:
-        order, work = job.order, job.assignment
-        return {
-            "sequence": job.sequence,
-            "round": order.round,
-            "wall_seconds": order.wall_seconds,
-            "purpose": order.purpose,
-            "after": None if order.after is None else int(order.after.rpartition("/")[2]),
-            "assignment": None
-            if work is None
-            else {
-                "base_version": work.base_version,
-                "steps": work.steps,
-                "learning_rate": work.learning_rate,
-                "train_budget": work.train_budget,
-            },
-            "model": None if work is None else self._model(work.base_version),
-        }
+    def _order(self, job: JobState) -> JobOrder:
+        work = job.assignment
+        if work is None:
+            return JobOrder(order=job.order)
+        return JobOrder(order=job.order, assignment=replace(work, cutoff=None), model=self._model(work.base_version))
 
-    def _standing(self, number: int, standing: Standing) -> dict[str, Any]:
-        fields = body(standing)
-        del fields["next_cutoff"]
-        seconds = standing.next_cutoff - self._coordinator.now
-        return {"number": number, "next_cutoff_in": seconds, **fields, "model": self._model(standing.version)}
+    def _standing(self, number: int, standing: Standing) -> PostedWork:
+        in_seconds = replace(standing, next_cutoff=standing.next_cutoff - self._coordinator.now)
+        return PostedWork(number=number, standing=in_seconds, model=self._model(standing.version))
 
-    def _evaluation(self, facility: str) -> dict[str, Any] | None:
+    def _evaluation(self, facility: str) -> EvaluationRequest | None:
         """The newest model, if this facility scores models and has not scored it."""
-        books = self._coordinator.books
-        if self._coordinator.config.evaluation.where != facility or not self._coordinator.wants_score(books.newest):
+        newest = self._coordinator.state.newest
+        if self._coordinator.config.evaluation.where != facility or not self._coordinator.wants_score(newest):
             return None
-        self._coordinator.asks_for_score(books.newest)
-        return {"version": books.newest, "model": self._model(books.newest)}
+        self._coordinator.asks_for_score(newest)
+        return EvaluationRequest(version=newest, model=self._model(newest))
 
-    def _model(self, version: int) -> dict[str, Any]:
-        digest = self._coordinator.books.models[version]
-        return {"version": version, "sha256": digest}
+    def _model(self, version: int) -> ModelFile:
+        return ModelFile(version=version, sha256=self._coordinator.outcomes.models[version])
 
     # Models and updates ---------------------------------------------------------------------------------
 
     def model(self, version: int) -> tuple[Path, str]:
         coordinator = self._coordinator
-        digest = coordinator.books.models.get(version)
+        digest = coordinator.outcomes.models.get(version)
         if digest is None or not coordinator.counts_on(digest):
             raise Refused(404, f"there is no model {version}, or no longer")
         if coordinator.suspects(digest):
-            raise Refused(503, f"model {version} cannot be sent now: {coordinator.books.hindrance}")
+            raise Refused(503, f"model {version} cannot be sent now: {coordinator.state.hindrance}")
         return coordinator.store.path(digest), digest
 
     def cannot_send(self, version: int, error: tensorfile.TensorFileError) -> Refused:
@@ -179,7 +176,7 @@ class FacilityApi:
 
     def _cannot_use(self, version: int, doing: str, error: tensorfile.TensorFileError) -> Refused:
         """The answer when the file of a model failed somebody, unless it was deleted a moment ago."""
-        digest = self._coordinator.books.models[version]
+        digest = self._coordinator.outcomes.models[version]
         if not self._coordinator.counts_on(digest):
             return Refused(404, f"there is no model {version} any longer")
         return self._coordinator.cannot_use(digest, doing, error)
@@ -188,11 +185,11 @@ class FacilityApi:
         """Where the bytes of this update go. Only an open job of this facility may bring one."""
         coordinator = self._coordinator
         job = self._open(facility, sequence, attempt)
-        newest = coordinator.books.newest
+        newest = coordinator.state.newest
         like = job.assignment.base_version if job.assignment is not None else newest
-        if not coordinator.counts_on(coordinator.books.models[like]):  # the check will say so; here its size counts
+        if not coordinator.counts_on(coordinator.outcomes.models[like]):  # the check will say so; here its size counts
             like = newest
-        path = coordinator.store.path(coordinator.books.models[like])
+        path = coordinator.store.path(coordinator.outcomes.models[like])
         try:
             most = int(LARGER * path.stat().st_size) + HEADER_ROOM
         except OSError as error:
@@ -209,8 +206,8 @@ class FacilityApi:
             coordinator.store.drop_uploads(facility, sequence, keep=path)  # one a job: digests must not fill the disk
         return path
 
-    def _open(self, facility: str, sequence: int, attempt: int) -> OpenJob:
-        job = self._coordinator.books.job(job_id(facility, sequence))
+    def _open(self, facility: str, sequence: int, attempt: int) -> JobState:
+        job = self._coordinator.state.open_job(job_id(facility, sequence))
         if job is None:
             raise Refused(410, f"job {sequence} is not open")
         if attempt != job.attempt:
@@ -219,7 +216,7 @@ class FacilityApi:
 
     async def commit(
         self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin, checked: Callable[[], None]
-    ) -> dict[str, Any]:
+    ) -> Verdict:
         """All bytes are there: check them, and let the update count. Asked again, it gives the same answer. If the
         check takes longer than who asks is kept waiting, `checked` is called when it is over."""
         key = (job_id(facility, sequence), attempt)
@@ -229,21 +226,22 @@ class FacilityApi:
             self._checks[key] = task
             task.add_done_callback(lambda task: self._checked(key, task))
         try:
-            return await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
+            verdict = await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
         except TimeoutError:
             task.add_done_callback(lambda _: checked())
-            return {"status": "checking"}
+            verdict = Verdict(status="checking")
+        return replace(verdict, run=handin.run)
 
-    def _checked(self, key: tuple[str, int], task: asyncio.Task[dict[str, Any]]) -> None:
-        """Who asks again is answered from the books; what could not be checked is checked anew."""
+    def _checked(self, key: tuple[str, int], task: asyncio.Task[Verdict]) -> None:
+        """Who asks again is answered from what came of it; what could not be checked is checked anew."""
         del self._checks[key]
         if not task.cancelled():
             task.exception()  # who asked has heard of it, or has gone
 
-    async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> dict[str, Any]:
+    async def _check(self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin) -> Verdict:
         coordinator = self._coordinator
-        key = job_id(facility, sequence), attempt
-        verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(*key)))
+        key = job_id(facility, sequence), attempt, handin.part
+        verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(key)))
         if verdict is not None:
             return verdict
         upload, like = await asyncio.wrap_future(
@@ -264,13 +262,13 @@ class FacilityApi:
             coordinator.ask(lambda: self._settle(facility, sequence, attempt, digest, handin, upload, reason))
         )
 
-    def _verdict(self, key: JobId, attempt: int) -> dict[str, Any] | None:
+    def _verdict(self, key: UpdateKey) -> Verdict | None:
         """What became of an update, as the ledger has it; None: it has not been handed in."""
-        verdicts = self._coordinator.books.verdicts
-        if (key, attempt) not in verdicts:
+        verdicts = self._coordinator.outcomes.verdicts
+        if key not in verdicts:
             return None
-        reason = verdicts[key, attempt]
-        return {"status": "accepted" if reason is None else "rejected", "reason": reason}
+        reason = verdicts[key]
+        return Verdict(status="accepted" if reason is None else "rejected", reason=reason)
 
     def _to_check(
         self, facility: str, sequence: int, attempt: int, digest: str, handin: Handin
@@ -281,7 +279,7 @@ class FacilityApi:
         upload = coordinator.store.upload(facility, sequence, attempt, digest)
         if not upload.exists() and not coordinator.store.path(digest).exists():
             raise Refused(409, "its bytes are not here", offset=0)
-        base = coordinator.books.models.get(handin.base_version)
+        base = coordinator.outcomes.models.get(handin.base_version)
         like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
         return (upload if upload.exists() else coordinator.store.path(digest)), like
 
@@ -294,7 +292,7 @@ class FacilityApi:
         handin: Handin,
         upload: Path,
         reason: str | None,
-    ) -> dict[str, Any]:
+    ) -> Verdict:
         coordinator = self._coordinator
         self._open(facility, sequence, attempt)  # it may have been closed while its bytes were looked at
         key = job_id(facility, sequence)
@@ -305,9 +303,9 @@ class FacilityApi:
         if reason is not None:
             if upload.exists() and upload.suffix == ".part":
                 coordinator.store.refuse(upload)
-            event = UpdateRejected(at=coordinator.now, job_id=key, attempt=attempt, reason=reason)
+            event = UpdateRejected(at=coordinator.now, job_id=key, attempt=attempt, reason=reason, part=handin.part)
             coordinator.tell(event, origin=f"update/{key}/{attempt}/rejected")
-            return {"status": "rejected", "reason": reason}
+            return Verdict(status="rejected", reason=reason)
         if upload.suffix == ".part":
             coordinator.store.keep(upload, digest)
         receipt = Receipt(
@@ -321,10 +319,11 @@ class FacilityApi:
             nodes=handin.nodes,
             device=handin.device,
             digest=digest,
+            part=handin.part,
         )
         coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
         coordinator.store.drop_uploads(facility, sequence)
-        return {"status": "accepted", "reason": None}
+        return Verdict(status="accepted")
 
 
 def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:

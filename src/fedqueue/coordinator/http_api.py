@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -33,8 +33,9 @@ from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, have, receive, send_file
 from fedqueue.errors import ConfigError
 from fedqueue.failpoints import failpoint
-from fedqueue.protocol.reports import Foreseen, Handin, Poll, Scored, Started, one_line
-from fedqueue.settings import read
+from fedqueue.protocol.codec import Json, encode, read
+from fedqueue.protocol.contract import Answer, one_line, sequence_of
+from fedqueue.protocol.reports import Foreseen, Handin, Poll, Scored, Started
 from fedqueue.tensorfile import TensorFileError, UnreadableFileError
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
 Who = Literal["anyone", "facility", "operator"]
+Reply = Response | Answer | Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Call:
 
     who: str
     request: Request
-    path: dict[str, Any]
+    path: Json
     body: Any
 
 
@@ -79,14 +81,14 @@ class Endpoint:
     method: str
     path: str
     who: Who
-    handle: Callable[[Api, Call], Awaitable[Response | dict[str, Any]]]
+    handle: Callable[[Api, Call], Awaitable[Reply]]
     body: type | None = None
     query: tuple[str, ...] = ()
     about: str = ""
 
 
 class Api:
-    def __init__(self, coordinator: Coordinator, access: Access, address: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, coordinator: Coordinator, access: Access, address: Callable[[], Json]) -> None:
         self.coordinator = coordinator
         self.access = access
         self.facility_api = FacilityApi(coordinator)
@@ -141,71 +143,104 @@ class _Served:
             given = await _json(request, endpoint.body) if endpoint.body is not None else None
             answer = await endpoint.handle(api, Call(who=who, request=request, path=path, body=given))
         except Refused as error:
-            return JSONResponse({"reason": _said(error), **error.facts}, error.status)
+            return _Json({"reason": _said(error), **error.facts}, error.status)
         except ConfigError as error:  # a body that does not fit
-            return JSONResponse({"reason": _said(error).removeprefix("body.")}, 422)
+            return _Json({"reason": _said(error).removeprefix("body.")}, 422)
         except BlobConflict as error:
-            return JSONResponse({"reason": str(error), "offset": error.have}, error.status)
+            return _Json({"reason": str(error), "offset": error.have}, error.status)
         except BlobError as error:
-            return JSONResponse({"reason": str(error)}, error.status)
+            return _Json({"reason": str(error)}, error.status)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             api.coordinator.say(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {_said(error)}")
             raise
-        return answer if isinstance(answer, Response) else JSONResponse(answer)
+        return answer if isinstance(answer, Response) else _Json(answer)
+
+
+class _Json(Response):
+    """Of our types too."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return encode(content).encode()
 
 
 # Handlers -----------------------------------------------------------------------------------------------
 
 
-async def _health(api: Api, call: Call) -> dict[str, Any]:
+async def _health(api: Api, call: Call) -> Json:
     return {"protocol": PROTOCOL, "version": __version__}
 
 
-async def _schema(api: Api, call: Call) -> dict[str, Any]:
+async def _schema(api: Api, call: Call) -> Json:
     return _document()
 
 
 @cache
-def _document() -> dict[str, Any]:
+def _document() -> Json:
     return openapi(ENDPOINTS)
 
 
-async def _enrol(api: Api, call: Call) -> dict[str, Any]:
+async def _enrol(api: Api, call: Call) -> Json:
     found = await api.ask(lambda: api.access.enrol(call.body.token))
     if found is None:
         raise Refused(403, "the token is unknown, used already or too old; ask for a new invitation")
     return {"facility": found[0], "credential": found[1], "run": api.coordinator.config.run.name}
 
 
-async def _poll(api: Api, call: Call) -> dict[str, Any]:
+async def _poll(api: Api, call: Call) -> Reply:
+    _must_be_this_run(api, call)
     api.limits.reports(call.who, len(call.body.reports))
 
-    def poll() -> dict[str, Any]:
+    def poll() -> Answer:
         known = api.facility_api.must_follow(call.who, call.body)
         _must_be_its_own(api.coordinator, call.who, call.body, known)
         return api.facility_api.poll(call.who, call.body)
 
-    return await api.ask(poll)
+    answer = await api.ask(poll)
+    is_older = call.request.headers.get("fedqueue-protocol") == str(PROTOCOL - 1)
+    return _in_protocol_1(answer) if is_older else answer
+
+
+def _must_be_this_run(api: Api, call: Call) -> None:
+    ours, theirs = api.coordinator.run_id, call.body.run
+    if theirs not in ("", ours):
+        raise Refused(409, f"this is run {ours}, not {theirs[:20]!r}; enrol this facility with it, in another home")
+
+
+def _in_protocol_1(answer: Answer) -> Json:
+    """Its agents know jobs by their numbers, and take no key that they do not know."""
+    made: Json = json.loads(encode(answer))
+    for order in made["orders"]:
+        order["sequence"] = sequence_of(order.pop("job_id"))
+        order["after"] = None if order["after"] is None else sequence_of(order["after"])
+        for name in ("facility", "expected_delay", "replaces"):
+            del order[name]
+        if order["assignment"] is not None:
+            del order["assignment"]["cutoff"]
+    if made["standing"] is not None:
+        made["standing"]["next_cutoff_in"] = made["standing"].pop("next_cutoff")
+    return made
 
 
 def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
     """Refuse reports of what this facility was never given: they would be in the ledger for good. Who was given it
     learns by the number of the newest report that is `known` that our ledger was set back."""
-    books = coordinator.books
+    models, ordered = coordinator.outcomes.models, coordinator.state.facilities[facility].ordered
     for report in asked.reports:
         where = f"report {report.n}"
         if isinstance(report, Scored):
             if coordinator.config.evaluation.where != facility:
                 raise Refused(403, f"{where}: this facility does not score models")
-            if report.version not in books.models:
+            if report.version not in models:
                 raise Refused(422, f"{where}: there is no model {report.version}")
         elif isinstance(report, Foreseen):
             continue
-        elif report.sequence >= books.facilities[facility].ordered:
+        elif report.sequence >= ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
-        elif isinstance(report, Started) and report.bound and report.bound.base_version not in books.models:
+        elif isinstance(report, Started) and report.bound and report.bound.base_version not in models:
             raise Refused(422, f"{where}: there is no model {report.bound.base_version}")
 
 
@@ -224,13 +259,13 @@ async def _model(api: Api, call: Call) -> Response:
         raise await api.ask(lambda: api.facility_api.cannot_send(version, found)) from None
 
 
-async def _offset(api: Api, call: Call) -> dict[str, Any]:
+async def _offset(api: Api, call: Call) -> Json:
     at = call.path
     path = await api.ask(lambda: api.facility_api.may_upload(call.who, at["sequence"], at["attempt"], at["sha256"], 8))
     return {"offset": have(path)}
 
 
-async def _upload(api: Api, call: Call) -> dict[str, Any]:
+async def _upload(api: Api, call: Call) -> Json:
     at, update = call.path, _update(call)
     size = at["bytes"]
     path = await api.ask(
@@ -244,35 +279,38 @@ async def _upload(api: Api, call: Call) -> dict[str, Any]:
     return {"offset": there}
 
 
-async def _commit(api: Api, call: Call) -> Response:
+async def _commit(api: Api, call: Call) -> Reply:
     at, update = call.path, _update(call)
+    _must_be_this_run(api, call)
+    if call.body.part:
+        raise Refused(422, "part must be 0: a job of this run hands in once")
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
         over = partial(api.uploads.release, update)
         answer = await api.facility_api.commit(call.who, at["sequence"], at["attempt"], at["sha256"], call.body, over)
-        if answer["status"] == "checking":
+        if answer.status == "checking":
             goes_on()
-    return JSONResponse(answer, 202 if answer["status"] == "checking" else 200)
+    return _Json(answer, 202 if answer.status == "checking" else 200)
 
 
 def _update(call: Call) -> tuple[str, int, int, str]:
     return call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"]
 
 
-async def _status(api: Api, call: Call) -> dict[str, Any]:
+async def _status(api: Api, call: Call) -> Json:
     return await api.ask(lambda: status(api.coordinator, api.access))
 
 
-async def _steer(api: Api, call: Call) -> dict[str, Any]:
+async def _steer(api: Api, call: Call) -> Json:
     act = {"pause": api.coordinator.pause, "resume": api.coordinator.resume, "stop": api.coordinator.stop}
     word = call.path["word"]
     if word not in act:
         raise Refused(404, f"a run can be told {', '.join(act)}, not {word!r}")
     await api.ask(act[word])
-    return {"done": word, "hindrance": api.coordinator.books.hindrance}
+    return {"done": word, "hindrance": api.coordinator.state.hindrance}
 
 
-async def _facility(api: Api, call: Call) -> dict[str, Any]:
+async def _facility(api: Api, call: Call) -> Json:
     name, word = call.path["facility"], call.path["word"]
     if name not in api.coordinator.names:
         raise Refused(404, f"there is no facility {name!r}; there are {', '.join(api.coordinator.names)}")
@@ -377,7 +415,7 @@ def _constant(text: str) -> float:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _pairs(pairs: list[tuple[str, Any]]) -> Json:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key comes twice")
@@ -393,5 +431,5 @@ def _said(error: Exception) -> str:
 
 async def _plain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        return JSONResponse({"reason": error.detail}, error.status_code, headers=error.headers)
-    return JSONResponse({"reason": f"ours: {type(error).__name__}; please report it"}, 500)
+        return _Json({"reason": error.detail}, error.status_code, headers=error.headers)
+    return _Json({"reason": f"ours: {type(error).__name__}; please report it"}, 500)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedqueue import __version__
+from fedqueue.protocol.codec import Json
 
 if TYPE_CHECKING:
     from fedqueue.coordinator.http_api import Endpoint
@@ -18,7 +19,7 @@ LONGEST: Final = 1e12
 """The same for numbers with a decimal point: seconds, scores."""
 LONGEST_IN_PATH: Final = 10**15 - 1
 
-_PLAIN: dict[Any, dict[str, Any]] = {
+_PLAIN: dict[Any, Json] = {
     bool: {"type": "boolean"},
     int: {"type": "integer", "minimum": 0, "maximum": BIGGEST},
     float: {"type": "number", "minimum": -LONGEST, "maximum": LONGEST},
@@ -28,8 +29,8 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 _NUMBERS = ("version", "sequence", "attempt", "offset", "bytes")
 
 
-def openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    paths: dict[str, dict[str, Any]] = {}
+def openapi(endpoints: Iterable[Endpoint]) -> Json:
+    paths: dict[str, Json] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
@@ -40,9 +41,9 @@ def openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
+def _operation(endpoint: Endpoint) -> Json:
     in_path = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    made: dict[str, Any] = {
+    made: Json = {
         "summary": endpoint.about,
         "parameters": [
             {"name": name, "in": where, "required": True, "schema": _parameter(name)}
@@ -61,13 +62,13 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return made
 
 
-def _parameter(name: str) -> dict[str, Any]:
+def _parameter(name: str) -> Json:
     if name in _NUMBERS:
         return {"type": "integer", "minimum": 0, "maximum": LONGEST_IN_PATH}
     return {"type": "string", "pattern": "^[0-9a-f]{64}$"} if name == "sha256" else {"type": "string"}
 
 
-def of_type(hint: Any) -> dict[str, Any]:
+def of_type(hint: Any) -> Json:
     """The JSON schema of a type that our settings reader takes.
 
     >>> of_type(list[int])

@@ -19,10 +19,11 @@ from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.scoring import STORED, TASK, first_model
 from fedqueue.coordinator.store import Store
 from fedqueue.errors import ConfigError, RunFolderError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger, storage_error
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.roles import must_match, special
-from fedqueue.runs import SUMMARY, describe, write_json
+from fedqueue.runs import SUMMARY, describe
 from fedqueue.training.settings import StoredTask
 
 FINAL: Final = "model.safetensors"
@@ -157,12 +158,12 @@ def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Se
 def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
     """What a run leaves when it is over: the figures, and the last model and the best under plain names. What is there
     stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
-    config, folder, books = coordinator.config, coordinator.folder, coordinator.books
-    names = {coordinator.best: BEST, books.newest: FINAL}
+    config, folder, newest = coordinator.config, coordinator.folder, coordinator.state.newest
+    names = {coordinator.best: BEST, newest: FINAL}
     # The models first: if one of them is gone, the next try must not describe it and lay out another.
     for version, name in names.items():
         if version is not None and not (folder / name).exists():
-            digest = books.models[version]
+            digest = coordinator.outcomes.models[version]
             tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
     if (folder / SUMMARY).exists():
         found: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
@@ -171,7 +172,7 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
         strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
     )
     summary["models"] = {
-        "newest": _described(coordinator, books.newest, folder / FINAL),
+        "newest": _described(coordinator, newest, folder / FINAL),
         "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
     }
     write_json(folder / SUMMARY, summary)
@@ -181,4 +182,4 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> dict[str, Any]:
 def _described(coordinator: Coordinator, version: int | None, file: Path) -> dict[str, Any] | None:
     if version is None:
         return None
-    return {"version": version, "score": coordinator.books.scores.get(version), "file": str(file)}
+    return {"version": version, "score": coordinator.outcomes.scores.get(version), "file": str(file)}

@@ -19,9 +19,9 @@ from fedqueue.coordinator.coordinator import Coordinator, Scorer
 from fedqueue.coordinator.run_folder import ensure_ledger, finish
 from fedqueue.coordinator.scoring import make_scorer
 from fedqueue.coordinator.server import excusing, listen, serving
-from fedqueue.engine import Listener
 from fedqueue.errors import RunFolderError, StorageError
 from fedqueue.failpoints import failpoint
+from fedqueue.protocol.state import View
 from fedqueue.tensorfile import TensorFileError
 
 LOCK: Final = ".coordinator.lock"
@@ -42,7 +42,7 @@ def coordinate(
     plain: bool,
     beside: Beside,
     make_scorer: Callable[[Config, Path], Callable[[Coordinator], Scorer] | None] = make_scorer,
-    listeners: Sequence[Listener] = (),
+    views: Sequence[View] = (),
     say: Callable[[str], None] = lambda line: None,
     until: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
@@ -52,16 +52,22 @@ def coordinate(
         listener = listen(config)
         stack.callback(listener.close)
         told, said = False, ""
-        listeners = [*listeners, *plugins.listeners(config, folder)]
+        listeners = plugins.listeners(config, folder)
         while True:
             try:
                 ensure_ledger(config, folder)
                 began = time.monotonic()
                 coordinator = Coordinator(
-                    config, folder, listeners=listeners, scorer=make_scorer(config, folder), say=say, told=told
+                    config,
+                    folder,
+                    listeners=listeners,
+                    views=views,
+                    scorer=make_scorer(config, folder),
+                    say=say,
+                    told=told,
                 )
                 told = True
-                if said and coordinator.books.stopped is None:
+                if said and coordinator.state.stopped is None:
                     say("there is room again; the run goes on" if "room" in said else "the run goes on")
                     said = ""
                 try:
@@ -71,7 +77,7 @@ def coordinate(
                         beside(coordinator, access, address),
                     ):
                         coordinator.run(until)
-                    if coordinator.books.stopped is None:
+                    if coordinator.state.stopped is None:
                         return None
                     failpoint("run.over")
                     summary = finish(coordinator, time.monotonic() - began)

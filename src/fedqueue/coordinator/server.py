@@ -23,8 +23,8 @@ from fedqueue.coordinator.connection import Connection
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.errors import ConfigError, FedQueueError
+from fedqueue.files import write_json
 from fedqueue.network import is_loopback
-from fedqueue.runs import write_json
 
 ADDRESS = "address.json"
 """In the run folder: where the coordinator listens, for commands on the same machine."""

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
     """For `fedqueue status` and whoever else asks."""
-    books, strategy = coordinator.books, coordinator.strategy
-    if books.stopped is not None:
-        state = f"over: {books.stopped}"
-    elif not books.started:
+    run, strategy = coordinator.state, coordinator.strategy
+    if run.stopped is not None:
+        state = f"over: {run.stopped}"
+    elif not run.started:
         state = "waiting for facilities"
     else:
-        state = "paused" if books.held else "running"
-        if books.hindrance:
-            state += f": {books.hindrance}" + ("; an operator paused it too" if books.paused else "")
+        state = "paused" if run.held else "running"
+        if run.hindrance:
+            state += f": {run.hindrance}" + ("; an operator paused it too" if run.paused else "")
     enrolled = access.enrolled()
     return {
         "run": coordinator.config.run.name,
         "strategy": coordinator.config.run.strategy,
         "state": state,
         "run_seconds": round(coordinator.now, 1),
-        "model": books.newest,
+        "model": run.newest,
         "score": coordinator.tally.score,
-        "unscored": len(books.unscored()),
+        "unscored": len(coordinator.outcomes.unscored()),
         "folder": str(coordinator.folder),
         "facilities": [
             {
@@ -37,14 +37,14 @@ def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
                 "state": _state(coordinator, name, enrolled),
                 "heard_seconds_ago": round(time.monotonic() - presence.heard, 1) if presence.ever else None,
                 "host": presence.host,
-                "jobs": len(books.facilities[name].jobs),
+                "jobs": len(run.facilities[name].jobs),
                 "open_jobs": _open_jobs(coordinator, name),
                 **_idleness(coordinator, name, enrolled),
                 "troubles": [
                     {"reason": trouble.reason, "seconds": round(time.monotonic() - presence.spoke + trouble.seconds, 1)}
                     for trouble in presence.troubles
                 ],
-                "ordered": books.facilities[name].ordered,
+                "ordered": run.facilities[name].ordered,
                 "steps_per_second": _rounded(strategy.facilities[name].steps_per_second),
                 "expected_delay": _rounded(strategy.forecast(strategy.facilities[name]).mean),
                 "overhead": _rounded(strategy.facilities[name].overhead),
@@ -55,24 +55,22 @@ def status(coordinator: Coordinator, access: Access) -> dict[str, Any]:
 
 
 def _state(coordinator: Coordinator, name: str, enrolled: set[str]) -> str:
-    book = coordinator.books.facilities[name]
+    here = coordinator.state.facilities[name]
     if name not in enrolled:
         return "not enrolled"
-    if not coordinator.presence[name].ever and not book.ordered:
+    if not coordinator.presence[name].ever and not here.ordered:
         return "not seen yet"
-    if book.drained:
-        return "drained"
-    return "away" if book.away else coordinator.strategy.facilities[name].status
+    return "away" if here.away and here.status != "drained" else here.status
 
 
 def _open_jobs(coordinator: Coordinator, name: str) -> list[dict[str, Any]]:
     """Of each: is it queued or running, and for how many seconds of the run clock."""
-    jobs = coordinator.books.facilities[name].jobs.values()
+    jobs = coordinator.state.facilities[name].jobs.values()
     return [
         {
             "job": job.order.job_id,
             "attempt": job.attempt,
-            "state": job.phase,
+            "state": "handing in" if job.phase == "ended" else job.phase,
             "seconds": round(max(0.0, coordinator.now - job.since), 1),
         }
         for job in jobs
@@ -87,39 +85,39 @@ def _idleness(coordinator: Coordinator, name: str, enrolled: set[str]) -> dict[s
 
 
 def _why_idle(coordinator: Coordinator, name: str, enrolled: set[str]) -> tuple[str | None, float | None]:
-    books, presence = coordinator.books, coordinator.presence[name]
-    book = books.facilities[name]
-    if books.stopped is not None:
-        return f"the run is over: {books.stopped}", None
+    run, presence = coordinator.state, coordinator.presence[name]
+    here = run.facilities[name]
+    if run.stopped is not None:
+        return f"the run is over: {run.stopped}", None
     if name not in enrolled:
         return "it is not enrolled: `fedqueue invite` makes an invitation", None
-    if not books.started:
+    if not run.started:
         missing = [other for other, p in coordinator.presence.items() if not p.ever]
         return ("its agent has not been heard of" if name in missing else f"waits for {', '.join(missing)}"), None
-    if book.away:
+    if here.away:
         silent = "since this coordinator started" if not presence.ever else f"for {_long(presence.heard)}"
         return f"away: not heard of {silent}; jobs that it has may go on", None
-    if book.jobs:
+    if here.jobs:
         return None, None
-    if books.held:
+    if run.held:
         return "the run is paused", None
-    if book.drained:
+    if here.status == "drained":
         return "drained: it gets no new job until `fedqueue join`", None
-    if book.held_back is not None:
-        forever = "; mend it, then `fedqueue join`" if book.held_back.until is None else ""
-        return f"{book.held_back.reason}{forever}", book.held_back.until
-    if book.refusal is not None:
-        return f"its scheduler did not take a job: {book.refusal}", books.timer(f"retry/{name}")
-    return _why_nothing_is_offered(coordinator), books.timer("cutoff/")
+    if here.status in ("suspended", "out"):
+        forever = "; mend it, then `fedqueue join`" if here.until is None else ""
+        return f"{here.reason}{forever}", here.until
+    if here.refusal is not None:
+        return f"its scheduler did not take a job: {here.refusal}", run.timer(f"retry/{name}")
+    return _why_nothing_is_offered(coordinator), run.timer("cutoff/")
 
 
 def _why_nothing_is_offered(coordinator: Coordinator) -> str:
     """Of a facility that could work: the strategy waits for something."""
-    books = coordinator.books
-    if books.making:
-        return f"nothing is offered until model {max(books.making)} is made"
-    busy = [other for other, book in books.facilities.items() if book.jobs and not book.away]
-    if books.timer("cutoff/") is None and busy:
+    run = coordinator.state
+    if run.making:
+        return f"nothing is offered until model {max(run.making)} is made"
+    busy = [other for other, there in run.facilities.items() if there.jobs and not there.away]
+    if run.timer("cutoff/") is None and busy:
         return f"nothing is offered until the updates of {', '.join(busy)} are here"
     return "nothing is offered before the next model"
 

@@ -11,10 +11,15 @@ from typing import Final
 from fedqueue import tensorfile
 from fedqueue.failpoints import failpoint
 from fedqueue.files import sync
-from fedqueue.models import OBJECTS, object_path
 
+OBJECTS: Final = "objects"
+"""The folder of a real run's models and updates: each file is named by its sha256."""
 KEPT_REFUSED: Final = 10
 """Updates of one facility that are kept aside; the oldest go first."""
+
+
+def object_path(folder: Path, digest: str) -> Path:
+    return folder / OBJECTS / f"{digest}.safetensors"
 
 
 class Store:

@@ -37,12 +37,7 @@ class JobLog:
 
     def which(self, procs: tuple[int, int] | None = None, max_requested: float | None = None) -> NDArray[np.bool_]:
         """Whether each job is of the shape."""
-        found = np.ones(len(self), dtype=np.bool_)
-        if procs is not None:
-            found &= (self.procs >= procs[0]) & (self.procs <= procs[1])
-        if max_requested is not None:
-            found &= self.requested <= max_requested  # one that is not known is not at most anything
-        return found
+        return of_shape(self.procs, self.requested, procs, max_requested)
 
     def none_like(self, procs: tuple[int, int] | None, max_requested: float | None) -> str:
         """What to say when no job has this shape."""
@@ -50,3 +45,14 @@ class JobLog:
         asked += [] if max_requested is None else [f"at most {max_requested:g} s requested"]
         there = f"; its jobs have {self.procs.min()} to {self.procs.max()} processors" if len(self) else ""
         return f"no job has this shape ({', '.join(asked) or 'any'}){there}"
+
+
+def of_shape(
+    procs: Floats | Ints, requested: Floats, between: tuple[int, int] | None, max_requested: float | None
+) -> NDArray[np.bool_]:
+    found = np.ones(len(procs), dtype=np.bool_)
+    if between is not None:
+        found &= (procs >= between[0]) & (procs <= between[1])
+    if max_requested is not None:
+        found &= requested <= max_requested  # one that is not known is not at most anything
+    return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedqueue.errors import DataError
 from fedqueue.history.busy import Busy
-from fedqueue.history.joblog import Floats, Ints
+from fedqueue.history.joblog import Floats, Ints, of_shape
 from fedqueue.history.sketch import Sketch
 
 SOON: Final = (60.0, 600.0, 3600.0)  # of which the share is told that starts within them
@@ -36,12 +36,8 @@ class Choice:
 
     def of(self, rows: Floats, base: float | None) -> Floats:
         """Those of the rows that count, with Unix times of submission where `base`, that of second 0, is known."""
-        submit, requested, procs = rows[:, 0], rows[:, 3], rows[:, 4]
-        which = np.ones(len(rows), dtype=np.bool_)
-        if self.procs is not None:
-            which &= (procs >= self.procs[0]) & (procs <= self.procs[1])
-        if self.max_requested is not None:
-            which &= requested <= self.max_requested
+        submit = rows[:, 0]
+        which = of_shape(rows[:, 4], rows[:, 3], self.procs, self.max_requested)
         if self.since is not None or self.until is not None:
             if base is None:
                 raise DataError("has no clock times, so --since and --until do not apply; say its --epoch if you know")

@@ -15,7 +15,8 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import DataError, StorageError, what_to_do
+from fedqueue.errors import DataError
+from fedqueue.files import writing
 from fedqueue.history.joblog import JobLog
 from fedqueue.history.lines import MOST_SECONDS, NO_PROCS, Format, Job, Options, Tally, number
 
@@ -83,22 +84,19 @@ def write_log(log: JobLog, path: Path) -> None:
 def write_trace(path: Path, epoch: float | None, rows: Iterable[Job]) -> None:
     """Whole or not at all: written beside, then renamed."""
     beside = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (gzip.open if path.suffix == ".gz" else open)(beside, "wt", encoding="utf-8") as out:
-            if epoch is not None:
-                out.write(f"# epoch {cell(epoch)}\n")
-            out.write(",".join(COLUMNS) + "\n")
-            for row in rows:
-                out.write(",".join(map(cell, row)) + "\n")
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
-        ) from None
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (gzip.open if path.suffix == ".gz" else open)(beside, "wt", encoding="utf-8") as out:
+                if epoch is not None:
+                    out.write(f"# epoch {cell(epoch)}\n")
+                out.write(",".join(COLUMNS) + "\n")
+                for row in rows:
+                    out.write(",".join(map(cell, row)) + "\n")
+            beside.replace(path)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
 
 
 def cell(value: float) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedqueue.config import parse
-from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.errors import ConfigError
+from fedqueue.files import writing
 from fedqueue.history.joblog import JobLog
 from fedqueue.history.ledgers import ledger_of
 from fedqueue.history.trace import write_log
@@ -37,16 +38,12 @@ def write_config(advice: Advice, tree: Mapping[str, Any], path: Path) -> Path:
     if tomllib.loads(text) != made:
         raise ConfigError(f"{path}: the config cannot be written as TOML; use the recommendation by hand")
     parse(made, where=str(path), folder=folder)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for file, log in logs.items():
             write_log(log, file)
         with path.open("x", encoding="utf-8") as out:
             out.write(text)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
-        ) from None
     return path
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fedqueue.config import Config
+from fedqueue.protocol.contract import JobId, facility_of
 from fedqueue.protocol.messages import (
-    AssignWork,
     Command,
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     Record,
     SubmitJob,
     SubmitRefused,
     UpdateArrived,
-    facility_of,
 )
+from fedqueue.protocol.state import JobState, RunState
 from fedqueue.protocol.weigh import discount
 
 DAY: Final = 86_400.0
@@ -96,54 +95,37 @@ class Outcome:
         return sum(share.missed for share in self.shares.values()) / aimed if aimed else None
 
 
-@dataclass(slots=True)
-class _Open:
-    cutoff: float | None = None
-    held_since: float | None = None
-
-
 class Meter:
-    """A listener that follows one simulation."""
+    """A view of the state of one simulation."""
 
-    def __init__(self, config: Config, worth: Worth) -> None:
+    def __init__(self, config: Config, worth: Worth, state: RunState) -> None:
         self._worth = worth
+        self._state = state
         self._nodes = {facility.name: facility.nodes for facility in config.facility}
         self._shares = {facility.name: Share() for facility in config.facility}
-        self._open: dict[JobId, _Open] = {}
+        self._out: dict[JobId, JobState] = {}  # jobs of which no update has come
         self._arrived: dict[JobId, int] = {}  # steps
         self._newest: dict[str, tuple[Any, int]] = {}  # a facility's newest model, and its steps in it
         self._work = 0.0
         self._reached_at: float | None = None
-        self._now = 0.0
+        state.views.append(self)
 
-    def __call__(self, event: Event, commands: Sequence[Command]) -> None:
-        self._now = event.at
-        handler = _EVENTS.get(type(event))
-        if handler is not None:
-            handler(self, event)
-        for command in commands:
-            kind = type(command)
-            if kind is SubmitJob:
-                order = command.order  # type: ignore[union-attr]
-                self._open[order.job_id] = _Open()
-                share = self._shares[order.facility]
-                share.jobs += 1
-                share.walls.append(order.wall_seconds)
-            elif kind is AssignWork:
-                self._open[command.job_id].cutoff = command.assignment.cutoff  # type: ignore[union-attr]
-            elif kind is Record and command.kind == "fate":  # type: ignore[union-attr]
-                self._fate(command.facts)  # type: ignore[union-attr]
+    def __call__(self, told: Event | Command, job: JobState | None) -> None:
+        follow = _FOLLOWED.get(type(told))
+        if follow is not None:
+            follow(self, told, job)
 
     def outcome(self) -> Outcome:
         """Call it when the simulation is over."""
-        for job, state in self._open.items():
-            share = self._shares[facility_of(job)]
-            if state.cutoff is not None and state.cutoff <= self._now:
+        now = self._state.at
+        for job in self._out.values():
+            share = self._shares[job.order.facility]
+            if job.cutoff is not None and job.cutoff <= now:
                 share.aimed += 1
                 share.missed += 1
-            if state.held_since is not None:
-                self._hold(job, self._now - state.held_since)
-        days = max(self._now, 1.0) / DAY
+            if job.held_since is not None:
+                self._hold(job, now - job.held_since)
+        days = max(now, 1.0) / DAY
         for share in self._shares.values():
             share.days = days
         return Outcome(days, self._shares, self._target_days(days))
@@ -153,36 +135,37 @@ class Meter:
             return None
         return self._reached_at / DAY if self._reached_at is not None else self._worth.needed * days / self._work
 
-    def _started(self, event: JobStarted) -> None:
-        job = self._open.get(event.job_id)
-        if job is not None:
-            self._shares[facility_of(event.job_id)].waits.append(event.admission_delay)
-            job.held_since = event.at - event.ago - event.lingered
-            if event.bound is not None:
-                job.cutoff = event.bound.cutoff
+    def _submitted(self, command: SubmitJob, job: JobState) -> None:
+        self._out[job.order.job_id] = job
+        share = self._shares[job.order.facility]
+        share.jobs += 1
+        share.walls.append(job.order.wall_seconds)
 
-    def _stopped(self, event: JobEnded | JobRequeued) -> None:
-        job = self._open.get(event.job_id)
-        if job is not None:
-            self._hold(event.job_id, event.held_seconds)
-            job.held_since = None
+    def _started(self, event: JobStarted, job: JobState) -> None:
+        self._shares[job.order.facility].waits.append(event.admission_delay)
 
-    def _failed(self, event: JobFailed) -> None:
-        job = self._open.pop(event.job_id, None)
-        if job is not None:
-            self._hold(event.job_id, event.held_seconds)
-            share = self._shares[facility_of(event.job_id)]
-            share.aimed += job.cutoff is not None
-            share.missed += job.cutoff is not None
+    def _stopped(self, event: JobEnded | JobRequeued, job: JobState) -> None:
+        self._hold(job, event.held_seconds)
 
-    def _refused(self, event: SubmitRefused) -> None:
-        if self._open.pop(event.job_id, None) is not None:
-            share = self._shares[facility_of(event.job_id)]
-            share.jobs -= 1
+    def _failed(self, event: JobFailed, job: JobState) -> None:
+        del self._out[event.job_id]
+        if job.phase != "ended":  # otherwise its nodes are counted
+            self._hold(job, event.held_seconds)
+        share = self._shares[job.order.facility]
+        share.aimed += job.cutoff is not None
+        share.missed += job.cutoff is not None
 
-    def _arrive(self, event: UpdateArrived) -> None:
-        if self._open.pop(event.receipt.job_id, None) is not None:
-            self._arrived[event.receipt.job_id] = event.receipt.steps_done
+    def _refused(self, event: SubmitRefused, job: JobState) -> None:
+        del self._out[event.job_id]
+        self._shares[job.order.facility].jobs -= 1
+
+    def _arrive(self, event: UpdateArrived, job: JobState) -> None:
+        del self._out[event.receipt.job_id]
+        self._arrived[event.receipt.job_id] = event.receipt.steps_done
+
+    def _record(self, command: Record, _: JobState | None) -> None:
+        if command.kind == "fate":
+            self._fate(command.facts)
 
     def _fate(self, facts: Any) -> None:
         job = str(facts["job"])
@@ -204,14 +187,16 @@ class Meter:
         self._work += worth
         needed = self._worth.needed
         if needed is not None and self._reached_at is None and self._work >= needed:
-            self._reached_at = self._now
+            self._reached_at = self._state.at
 
-    def _hold(self, job: JobId, seconds: float) -> None:
-        name = facility_of(job)
+    def _hold(self, job: JobState, seconds: float) -> None:
+        name = job.order.facility
         self._shares[name].node_hours += seconds / 3600 * self._nodes[name]
 
 
-_EVENTS: dict[type, Any] = {
+_FOLLOWED: Final[dict[type, Callable[[Meter, Any, Any], None]]] = {
+    SubmitJob: Meter._submitted,
+    Record: Meter._record,
     JobStarted: Meter._started,
     JobEnded: Meter._stopped,
     JobRequeued: Meter._stopped,

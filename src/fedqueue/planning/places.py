@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, sqrt
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from fedqueue.config import Config, FacilitySettings, FixedQueue
 from fedqueue.errors import DataError
 from fedqueue.history.joblog import JobLog
-from fedqueue.sim.queues import Queue, make_queue, true_mean
+from fedqueue.sim.queues import Queue, Recorded, make_queue, true_mean
 
 ENOUGH: Final = 50
 """Jobs that a narrower choice of wall times must have."""
@@ -41,21 +40,6 @@ class Waits:
 
     def quantile(self, share: float) -> float:
         return float(np.quantile(self.waits, share))
-
-
-class Replay:
-    """A job that becomes eligible at t waits as long as the next recorded one; the log begins anew at its end."""
-
-    def __init__(self, waits: Waits, start: float, factor: float) -> None:
-        """It begins at `start`, a share of the log's span."""
-        self._submits, self._waits = waits.submits, waits.waits
-        self._first, self._span = waits.first, waits.span
-        self._start, self._factor = start * waits.span, factor
-
-    def delay(self, number: int, attempt: int, at: float) -> float:
-        moment = self._first + (self._start + at) % self._span
-        found = bisect_left(self._submits, moment)
-        return self._waits[found % len(self._waits)] * self._factor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,7 +80,15 @@ class Place:
             return (queue if self.factor == 1 else _Longer(queue, self.factor)), mean * self.factor
         waits = self.waits(wall_seconds)
         luck = np.random.default_rng((seed, crc32(self.name.encode()), start))
-        return Replay(waits, float(luck.random()), self.factor), waits.mean * self.factor
+        queue = Recorded(
+            submits=waits.submits,
+            waits=waits.waits,
+            first=waits.first,
+            length=waits.span,
+            start=float(luck.random()) * waits.span,
+            factor=self.factor,
+        )
+        return queue, waits.mean * self.factor
 
     def typical_wait(self, wall_seconds: float, config: Config) -> float:
         """Seconds: the median of the history, or what the config's queue gives on average."""

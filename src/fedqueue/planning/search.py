@@ -16,7 +16,7 @@ from fedqueue.planning.candidates import Candidate, configure
 from fedqueue.planning.measure import DAY, Meter, Outcome, Share, Worth
 from fedqueue.planning.places import Place
 from fedqueue.processes import run_all
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
 
@@ -240,7 +240,7 @@ def simulate(setting: Setting, places: Sequence[Place], candidate: Candidate, st
         site = Site(index, facility, config, setting.seed + start)
         site.queue, site.true_mean_delay = queue, mean
         sites.append(site)
-    meter = Meter(config, setting.worth)
     strategy = make_strategy(config, make_plan(config, sites, None))
-    Simulation(config, sites, TimingOnly(config.simulator.model_megabytes), strategy, [meter]).run()
+    meter = Meter(config, setting.worth, strategy.state)
+    Simulation(config, sites, Learning(config.simulator.model_megabytes), strategy).run()
     return meter.outcome()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedqueue.protocol.messages import Receipt
+from fedqueue.protocol.contract import Receipt
 
 
 @dataclass(frozen=True, slots=True)

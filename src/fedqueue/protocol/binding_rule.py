@@ -6,51 +6,15 @@ Jobs run it too, so this file is pure, needs the standard library alone and work
 from __future__ import annotations
 
 from math import floor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from fedqueue.protocol.contract import Standing
 
 ROUNDING = 1e-9
 """Steps: a budget that holds a whole number of steps but for the last bit holds that number."""
 
 GUARD = 1e-6
 """Seconds kept free before a cutoff when steps are fitted to it, so that rounding never makes a job miss it."""
-
-
-class StandingLike(Protocol):
-    """The fields that are read here; `messages.Standing` and `StandingWork` have them. Times share one clock."""
-
-    @property
-    def next_cutoff(self) -> float: ...
-    @property
-    def round_length(self) -> float: ...
-    @property
-    def steps_per_second(self) -> float: ...
-    @property
-    def overhead(self) -> float: ...
-    @property
-    def min_steps(self) -> int: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def lr_scaling(self) -> str: ...
-    @property
-    def least_steps(self) -> int | None: ...
-    @property
-    def patience(self) -> float: ...
-
-
-class StandingWork(NamedTuple):
-    """Standing work as a job reads it from a file: `messages.Standing` for Python 3.9."""
-
-    version: int
-    next_cutoff: float  # further ones follow every round_length
-    round_length: float
-    steps_per_second: float
-    overhead: float
-    min_steps: int
-    learning_rate: float
-    lr_scaling: str = "none"
-    least_steps: int | None = None
-    patience: float = 0.0
 
 
 class Fit(NamedTuple):
@@ -81,14 +45,14 @@ def scaled_rate(base_rate: float, steps: int, least_steps: int, scaling: str) ->
     return base_rate * min(least_steps, steps) / steps if scaling == "inverse" else base_rate
 
 
-def linger_until(standing: StandingLike, now: float) -> float | None:
+def linger_until(standing: Standing, now: float) -> float | None:
     """Until when a job that could take its work now should wait for a newer version; None: it takes what there is.
 
     A model is made at every cutoff. Work taken just before one is stale when it comes back, a whole round later;
     waiting a moment, with the nodes held, brings the new model and still nearly a whole round.
 
-    >>> work = StandingWork(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
-    ...                     overhead=1.0, min_steps=10, learning_rate=0.1, patience=1.0)
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1, patience=1.0)
     >>> linger_until(work, now=39.5), linger_until(work, now=33.0)
     (41.0, None)
     """
@@ -96,11 +60,11 @@ def linger_until(standing: StandingLike, now: float) -> float | None:
     return standing.next_cutoff + standing.patience if near else None
 
 
-def fit(standing: StandingLike, started_at: float) -> Fit:
+def fit(standing: Standing, started_at: float) -> Fit:
     """What a job that started at `started_at` takes: steps until the first cutoff it can be of use for.
 
-    >>> work = StandingWork(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
-    ...                     overhead=1.0, min_steps=10, learning_rate=0.1)
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1)
     >>> fit(work, started_at=33.0).steps            # 40 - 33 - 1 = 6 seconds of training
     59
     >>> fit(work, started_at=39.5).cutoff_index     # too close to this cutoff, so it aims at the next

@@ -8,7 +8,7 @@ from math import floor, log
 from typing import Final, Literal, get_args
 
 from fedqueue.protocol.binding_rule import GUARD, ROUNDING, fit, linger_until, scaled_rate, steps_within
-from fedqueue.protocol.messages import Assignment, Standing
+from fedqueue.protocol.contract import Assignment, Standing
 from fedqueue.protocol.predict import Forecast
 
 __all__ = [

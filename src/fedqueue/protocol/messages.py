@@ -10,24 +10,15 @@ All are frozen, keyword-only and checked when made, so that nothing inside has t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isfinite
-from typing import Final, Literal, TypeVar, dataclass_transform
+from typing import Any, Final, Literal, get_args
 
 from fedqueue.errors import ProtocolError
-
-T = TypeVar("T")
-
-JobId = str
-"""Facility plus sequence number, as in "aurora/3"."""
+from fedqueue.protocol.codec import build, later, message
+from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, UpdateKey, bad, count, seconds
 
 Rule = Literal["add_deltas", "mix_models"]
 """How updates change a model: w + sum(weight * (trained - base)), or w + sum(weight * (trained - w))."""
-
-Purpose = Literal["train", "warm_up"]
-
-Scaling = Literal["none", "inverse"]
-"""Learning rate against steps: the same for all, or eta_base * E_min / E."""
 
 Scalar = str | int | float | bool | None
 
@@ -35,133 +26,6 @@ RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "ret
 
 Fate = Literal["aggregated", "rejected", "expired", "after_end"]
 """How an update ends: each has exactly one."""
-
-WALL_TIME: Final = "wall time exceeded"
-"""The reason a driver gives when the scheduler ended a job at its limit: a strategy then asks for more."""
-
-
-def job_id(facility: str, sequence: int) -> JobId:
-    return f"{facility}/{sequence}"
-
-
-def facility_of(job: JobId) -> str:
-    return job.rpartition("/")[0]
-
-
-def sequence_of(job: JobId) -> int:
-    return int(job.rpartition("/")[2])
-
-
-def _bad(message: object, name: str, want: str) -> ProtocolError:
-    return ProtocolError(f"{type(message).__name__}.{name} must be {want}, found {getattr(message, name)!r}")
-
-
-def _seconds(message: object, *names: str) -> None:
-    """Each named field is a finite number of seconds, zero or more."""
-    for name in names:
-        value = getattr(message, name)
-        if not (isfinite(value) and value >= 0):
-            raise _bad(message, name, "finite and 0 or more")
-
-
-def _count(message: object, *names: str) -> None:
-    for name in names:
-        if getattr(message, name) < 0:
-            raise _bad(message, name, "0 or more")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def message(cls: type[T]) -> type[T]:
-    """The shape of every message, and of what messages carry."""
-    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
-
-
-# What messages carry ------------------------------------------------------------------------------------
-
-
-@message
-class Order:
-    """Our request for a job: what to ask of the scheduler. The work itself is an `Assignment`."""
-
-    job_id: JobId
-    facility: str
-    round: int
-    wall_seconds: float  # wall time to request
-    expected_delay: float | None = None  # q-hat when it was ordered; None: nothing was forecast
-    purpose: Purpose = "train"
-    after: JobId | None = None  # chained: eligible when this job has ended
-    replaces: JobId | None = None  # the failed job it stands in for
-
-    def __post_init__(self) -> None:
-        if not (isfinite(self.wall_seconds) and self.wall_seconds > 0):
-            raise _bad(self, "wall_seconds", "finite and more than 0")
-        _count(self, "round")
-
-
-@message
-class Assignment:
-    """Which model to start from, how many steps, at which rate, and until when."""
-
-    base_version: int
-    steps: int
-    learning_rate: float
-    train_budget: float | None = None  # stop training after so many seconds (J); None: steps alone decide
-    cutoff: float | None = None  # the cutoff it aims at, run clock; None: it aims at none
-
-    def __post_init__(self) -> None:
-        _count(self, "base_version")
-        if self.steps < 1:
-            raise _bad(self, "steps", "1 or more")
-        if not (isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise _bad(self, "learning_rate", "finite and more than 0")
-        if self.train_budget is not None:
-            _seconds(self, "train_budget")
-
-
-@message
-class Standing:
-    """Work that waits at a facility for a job to start: all that `budget.bind` needs to make an assignment."""
-
-    version: int
-    next_cutoff: float  # run clock; further ones follow every round_length
-    round_length: float
-    steps_per_second: float
-    overhead: float  # seconds of a job that are not training: start-up, hand-in, upload
-    min_steps: int
-    learning_rate: float
-    lr_scaling: Scaling = "none"
-    least_steps: int | None = None  # E_min, for inverse scaling
-    patience: float = 0.0  # seconds around a cutoff in which a job waits for the next version instead
-
-    def __post_init__(self) -> None:
-        _count(self, "version")
-        _seconds(self, "next_cutoff", "overhead", "patience")
-        for name in ("round_length", "steps_per_second", "learning_rate"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
-                raise _bad(self, name, "finite and more than 0")
-        if self.min_steps < 1:
-            raise _bad(self, "min_steps", "1 or more")
-
-
-@message
-class Receipt:
-    """What came back with an update, without its tensors."""
-
-    job_id: JobId
-    attempt: int
-    base_version: int
-    steps_done: int
-    train_seconds: float
-    admission_delay: float
-    samples: int = 0
-    nodes: int = 1
-    device: str = ""  # as the worker names it; empty: not said
-    digest: str = ""  # sha256 of the update's file; empty: it has none
-
-    def __post_init__(self) -> None:
-        _count(self, "attempt", "base_version", "steps_done", "samples", "nodes")
-        _seconds(self, "train_seconds", "admission_delay")
 
 
 # Events -------------------------------------------------------------------------------------------------
@@ -172,7 +36,7 @@ class _Event:
     at: float  # seconds on the run clock
 
     def __post_init__(self) -> None:
-        _seconds(self, "at")
+        seconds(self, "at")
 
 
 @message
@@ -258,8 +122,8 @@ class JobStarted(_Event):
     ago: float = 0.0  # seconds before `at` that it took its work, by its facility's clock: we heard of it later
 
     def __post_init__(self) -> None:
-        _seconds(self, "at", "admission_delay", "lingered", "ago")
-        _count(self, "attempt")
+        seconds(self, "at", "admission_delay", "lingered", "ago")
+        count(self, "attempt")
 
 
 @message
@@ -279,10 +143,11 @@ class JobEnded(_Event):
     steps_done: int
     train_seconds: float
     held_seconds: float = 0.0  # that its nodes were held, by its own clock
+    part: int = later(default=0)
 
     def __post_init__(self) -> None:
-        _seconds(self, "at", "train_seconds", "held_seconds")
-        _count(self, "attempt", "steps_done")
+        seconds(self, "at", "train_seconds", "held_seconds")
+        count(self, "attempt", "steps_done", "part")
 
 
 @message
@@ -308,6 +173,11 @@ class UpdateRejected(_Event):
     job_id: JobId
     attempt: int
     reason: str
+    part: int = later(default=0)
+
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
 
 
 def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -402,10 +272,15 @@ class Share:
     job_id: JobId
     attempt: int
     weight: float
+    part: int = later(default=0)
 
     def __post_init__(self) -> None:
         if not (isfinite(self.weight) and self.weight >= 0):
-            raise _bad(self, "weight", "finite and 0 or more")
+            raise bad(self, "weight", "finite and 0 or more")
+
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
 
 
 @message
@@ -432,3 +307,20 @@ class StopRun:
 
 
 Command = SubmitJob | AssignWork | PostWork | CancelJob | SetTimer | Aggregate | Record | StopRun
+
+
+# Reading the ledger -------------------------------------------------------------------------------------
+
+_KINDS: Final[dict[str, type]] = {cls.__name__: cls for cls in (*get_args(Event), *get_args(Command))}
+
+
+def parse(kind: str, fields: Mapping[str, Any]) -> Event | Command:
+    """The message of this kind with these JSON fields, as `codec.encode` wrote them.
+
+    >>> parse("TimerFired", {"at": 10.0, "key": "cutoff/0"})
+    TimerFired(at=10.0, key='cutoff/0')
+    """
+    if kind not in _KINDS:
+        raise ProtocolError(f"unknown message kind {kind!r}")
+    made: Event | Command = build(_KINDS[kind], fields)
+    return made

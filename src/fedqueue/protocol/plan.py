@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from fedqueue.protocol.messages import message
+from fedqueue.protocol.codec import message
 
 
 @message

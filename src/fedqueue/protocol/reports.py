@@ -1,18 +1,28 @@
-"""What an agent and a coordinator say to each other when the agent polls; no numbers but durations cross between them.
+"""What agents say: polls, the reports in them, and hand-ins; and the events that reports stand for.
 
-Clocks of different machines may disagree by minutes. So a report says how long ago something happened, and an answer
-says in how many seconds a cutoff comes; each side turns that into its own clock once.
+A report says how long ago something happened, since clocks of different machines may disagree by minutes; the rest of
+the contract is in contract.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
 from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.protocol.messages import (
+from fedqueue.protocol.codec import later, message
+from fedqueue.protocol.contract import (
+    MOST_REPORTS,
+    REASON_LENGTH,
     Assignment,
+    Bound,
+    Standing,
+    check_metrics,
+    job_id,
+    one_line,
+)
+from fedqueue.protocol.messages import (
     Event,
     ForecastIssued,
     JobEnded,
@@ -21,34 +31,18 @@ from fedqueue.protocol.messages import (
     JobStarted,
     JobSubmitted,
     ModelScored,
-    Standing,
     SubmitRefused,
-    job_id,
 )
 
-REASON_LENGTH: Final = 500
-MOST_REPORTS: Final = 1000  # in one poll
 MOST_TROUBLES: Final = 10  # in one poll
 MOST_ATTEMPTS: Final = 10_000
-MOST_METRICS: Final = 100
 MOST_LEVELS: Final = 100
 MOST_UNSCORED: Final = 100
 SOURCE_LENGTH: Final = 100
-MOST_CUTOFFS: Final = 1_000_000
-"""A job that aims further ahead aims at nothing."""
 MOST_SECONDS: Final = 366 * 86400.0
 """No job waits, runs or is reported later than that; a clock that was wrong says more, and counts as this."""
 MOST_POLL_SECONDS: Final = 3600.0
 """Between two polls. At the end of a run the coordinator waits for three more, so that everybody hears of it."""
-
-
-def one_line(text: str) -> str:
-    """What a facility says, fit for a terminal and a log: no line breaks, no control characters.
-
-    >>> one_line("it fell\\n\\x1b[2Jdown")
-    'it fell ?[2Jdown'
-    """
-    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
 def _seconds(value: float) -> float:
@@ -66,7 +60,7 @@ def _job(owner: Any) -> None:
         raise ValueError(f"attempt must be {MOST_ATTEMPTS} at most, found {owner.attempt}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Submitted:
     kind: Literal["submitted"] = "submitted"
     n: int
@@ -76,7 +70,7 @@ class Submitted:
         at_least(self, 0, "sequence")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Refused:
     kind: Literal["refused"] = "refused"
     n: int
@@ -89,39 +83,7 @@ class Refused:
         _reason(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """What a job took from the standing work of this number."""
-
-    standing: int
-    cutoff_index: int  # it aims at the standing work's next cutoff plus so many round lengths
-    base_version: int
-    steps: int
-    learning_rate: float
-    train_budget: float
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "standing", "cutoff_index", "base_version", "train_budget")
-        at_least(self, 1, "steps")
-        more_than(self, 0, "learning_rate")
-        if self.cutoff_index > MOST_CUTOFFS:
-            raise ValueError(f"cutoff_index must be {MOST_CUTOFFS} at most, found {self.cutoff_index}")
-
-    def assignment(self, posted: Standing | None) -> Assignment:
-        """On the run clock; without the standing work nobody knows which cutoff it aims at."""
-        cutoff = None
-        if posted is not None and posted.version == self.base_version:
-            cutoff = posted.next_cutoff + self.cutoff_index * posted.round_length
-        return Assignment(
-            base_version=self.base_version,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            train_budget=_seconds(self.train_budget),
-            cutoff=cutoff,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
+@message
 class Started:
     kind: Literal["started"] = "started"
     n: int
@@ -137,7 +99,7 @@ class Started:
         at_least(self, 0, "admission_delay", "ago", "lingered")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Requeued:
     kind: Literal["requeued"] = "requeued"
     n: int
@@ -152,7 +114,7 @@ class Requeued:
         at_least(self, 0, "held_seconds")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Ended:
     kind: Literal["ended"] = "ended"
     n: int
@@ -161,13 +123,14 @@ class Ended:
     steps_done: int
     train_seconds: float
     held_seconds: float
+    part: int = later(default=0)
 
     def __post_init__(self) -> None:
         _job(self)
-        at_least(self, 0, "steps_done", "train_seconds", "held_seconds")
+        at_least(self, 0, "steps_done", "train_seconds", "held_seconds", "part")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Failed:
     kind: Literal["failed"] = "failed"
     n: int
@@ -183,7 +146,7 @@ class Failed:
         at_least(self, 0, "held_seconds")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Scored:
     kind: Literal["scored"] = "scored"
     n: int
@@ -197,7 +160,7 @@ class Scored:
             raise ValueError("metrics must have a score")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Foreseen:
     """How long the next job of the facility should wait, as somebody there sees it."""
 
@@ -232,12 +195,7 @@ class Foreseen:
 Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored | Foreseen
 
 
-def check_metrics(metrics: dict[str, float | None]) -> None:
-    if len(metrics) > MOST_METRICS or any(len(name) > 100 or not name.isprintable() for name in metrics):
-        raise ValueError(f"metrics must be {MOST_METRICS} at most, with names of 100 printable characters at most")
-
-
-@dataclass(frozen=True, kw_only=True)
+@message
 class Trouble:
     """What keeps a facility from its work now, in the words of its agent."""
 
@@ -253,7 +211,7 @@ class Trouble:
         return Trouble(reason=one_line(self.reason), seconds=_seconds(self.seconds))
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Unscored:
     """A model that the facility cannot score, and why; it has tried."""
 
@@ -265,7 +223,7 @@ class Unscored:
         _reason(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Poll:
     """What an agent sends."""
 
@@ -282,6 +240,7 @@ class Poll:
     troubles: list[Trouble] = field(default_factory=list)  # protocol 1 does not know of them
     unscored: list[Unscored] = field(default_factory=list)  # the newest of them
     stuck: bool = False  # it can do nothing at all for now: this is only to say so
+    run: str = later(default="")  # the one it belongs to; empty: not said
 
     def __post_init__(self) -> None:
         for name in ("journal", "session"):
@@ -307,7 +266,7 @@ class Poll:
             raise ValueError("reports must be numbered from 1 on, rising")
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Handin:
     """What comes with an update whose bytes are all there."""
 
@@ -319,9 +278,11 @@ class Handin:
     nodes: int = 1
     device: str = ""
     metrics: dict[str, float | None] = field(default_factory=dict)
+    part: int = later(default=0)
+    run: str = later(default="")
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples")
+        at_least(self, 0, "base_version", "steps_done", "train_seconds", "admission_delay", "samples", "part")
         at_least(self, 1, "nodes")
         if len(self.device) > 200 or not self.device.isprintable():
             raise ValueError("device must be 200 printable characters at most")
@@ -347,7 +308,7 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
                 job_id=job,
                 attempt=report.attempt,
                 admission_delay=_seconds(report.admission_delay),
-                bound=bound.assignment(posts.get(bound.standing)) if bound is not None else None,
+                bound=_assignment(bound, posts.get(bound.standing)) if bound is not None else None,
                 lingered=_seconds(report.lingered),
                 ago=_seconds(report.ago),
             )
@@ -367,6 +328,7 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
                 steps_done=report.steps_done,
                 train_seconds=_seconds(report.train_seconds),
                 held_seconds=_seconds(report.held_seconds),
+                part=report.part,
             )
         case Failed():
             return JobFailed(
@@ -377,3 +339,17 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
                 transient=report.transient,
                 held_seconds=_seconds(report.held_seconds),
             )
+
+
+def _assignment(bound: Bound, posted: Standing | None) -> Assignment:
+    """On the run clock; without the standing work nobody knows which cutoff it aims at."""
+    cutoff = None
+    if posted is not None and posted.version == bound.base_version:
+        cutoff = posted.next_cutoff + bound.cutoff_index * posted.round_length
+    return Assignment(
+        base_version=bound.base_version,
+        steps=bound.steps,
+        learning_rate=bound.learning_rate,
+        train_budget=_seconds(bound.train_budget),
+        cutoff=cutoff,
+    )

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, UpdateKey, facility_of, sequence_of
 from fedqueue.protocol.messages import (
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -30,21 +30,17 @@ from fedqueue.protocol.messages import (
     ForecastIssued,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Order,
     PostWork,
-    Receipt,
     Record,
     RunPaused,
     RunResumed,
     RunStarted,
     SetTimer,
-    Standing,
     StopRequested,
     StopRun,
     SubmitJob,
@@ -52,18 +48,13 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    sequence_of,
 )
 
-UpdateKey = tuple[JobId, int]
-"""Job and attempt."""
-
-Phase = Literal["ordered", "queued", "running", "ended", "cancelled"]
+Phase = Literal["ordered", "queued", "running", "ended"]
 """ordered: we want it. queued: its scheduler has it. running: it has its nodes. ended: it has handed in, and its update
-is on its way. cancelled: nobody wants it any more. A job that came to its end keeps the phase in which it did."""
+is on its way. A job that is over keeps the phase in which that happened."""
 
-OPEN: Final = ("ordered", "queued", "running", "ended")
+PHASES: Final = ("ordered", "queued", "running", "ended")
 
 Status = Literal["active", "left", "drained", "suspended", "out"]
 """active: may have work. left: out of reach, may come back. drained: asked to stop. suspended: comes back by
@@ -77,15 +68,13 @@ JOB: Final[dict[tuple[str, type, str], Phase | None]] = {
     ("ordered", JobEnded, "same"): "ended",
     ("queued", JobEnded, "same"): "ended",
     ("running", JobEnded, "same"): "ended",
-    **{(phase, JobStarted, "newer"): "running" for phase in OPEN},
-    **{(phase, JobRequeued, "newer"): "queued" for phase in OPEN},
+    **{(phase, JobStarted, "newer"): "running" for phase in PHASES},
+    **{(phase, JobRequeued, "newer"): "queued" for phase in PHASES},
     **{
         (phase, event, "same"): None
-        for phase in (*OPEN, "cancelled")
-        for event in (JobFailed, UpdateArrived, UpdateRejected)
+        for phase in PHASES
+        for event in (SubmitRefused, JobFailed, UpdateArrived, UpdateRejected)
     },
-    **{(phase, SubmitRefused, "same"): None for phase in OPEN},
-    ("cancelled", JobEnded, "same"): None,
 }
 
 KEPT_POSTS: Final = 64
@@ -213,8 +202,10 @@ class RunState:
     def _move(self, job_id: JobId, event: Event, attempt: int | None) -> JobState | None:
         """The job, in its new phase or over; None: the event changes nothing about it."""
         facility = self.facilities.get(facility_of(job_id))
-        job = (facility.jobs.get(job_id) or facility.cancelled.get(job_id)) if facility is not None else None
-        if facility is None or job is None:
+        if facility is None:
+            return None
+        jobs = facility.cancelled if job_id in facility.cancelled else facility.jobs
+        if (job := jobs.get(job_id)) is None:
             return None
         age = "same" if attempt is None or attempt == job.attempt else "newer" if attempt > job.attempt else "older"
         key = (job.phase, type(event), age)
@@ -222,7 +213,7 @@ class RunState:
             return None
         phase = JOB[key]
         if phase is None:
-            del (facility.cancelled if job.phase == "cancelled" else facility.jobs)[job_id]
+            del jobs[job_id]
         else:
             job.phase, job.since = phase, event.at
         if age == "newer":
@@ -278,7 +269,7 @@ class RunState:
         receipt = event.receipt
         if self._move(receipt.job_id, event, receipt.attempt) is None:
             return False
-        self.updates[receipt.job_id, receipt.attempt] = receipt
+        self.updates[receipt.key] = receipt
         return True
 
     def _run_started(self, event: RunStarted) -> bool:
@@ -352,7 +343,7 @@ class RunState:
             return False
         self.newest = event.version
         for share in self.making.pop(event.version).weights:
-            self.updates.pop((share.job_id, share.attempt), None)
+            self.updates.pop(share.key, None)
         return True
 
     def _told_to_others(self, event: StopRequested | ModelScored) -> bool:
@@ -392,7 +383,6 @@ class RunState:
         if job is not None:
             facility = self.facilities[job.order.facility]
             facility.cancelled[command.job_id] = facility.jobs.pop(command.job_id)
-            job.phase, job.since = "cancelled", self.at
         return job
 
     def _set_timer(self, command: SetTimer) -> None:
@@ -406,7 +396,8 @@ class RunState:
         facts = command.facts
         match command.kind:
             case "fate" if facts["fate"] != "aggregated":  # otherwise it is in the model that is ready
-                self.updates.pop((str(facts["job"]), int(facts["attempt"] or 0)), None)
+                key = str(facts["job"]), int(facts["attempt"] or 0), int(facts.get("part") or 0)
+                self.updates.pop(key, None)
             case "failure":
                 job = str(facts["job"])
                 return self.facilities[facility_of(job)].cancelled.pop(job, None)
@@ -423,6 +414,32 @@ class RunState:
     def _stop_run(self, command: StopRun) -> None:
         self.stopped = command.reason
         self.making.clear()  # what is not made now never will be
+
+
+class Outcomes:
+    """What a run has made so far: a view, which grows with the run."""
+
+    def __init__(self, state: RunState, first_model: str) -> None:
+        self.models = {0: first_model}  # version -> digest
+        self.scores: dict[int, float | None] = {}  # of the versions that were scored; None: it is not a number
+        self.verdicts: dict[UpdateKey, str | None] = {}  # of all handed in: why it was rejected; None: it was taken
+        state.views.append(self)
+
+    def __call__(self, told: Event | Command, job: JobState | None) -> None:
+        match told:
+            case UpdateArrived(receipt=receipt):
+                self.verdicts[receipt.key] = None
+            case UpdateRejected(reason=reason):
+                self.verdicts[told.key] = reason
+            case ModelReady(version=version, digest=digest):
+                self.models[version] = digest
+            case ModelScored(version=version, metrics=metrics):
+                self.scores[version] = metrics.get("score")
+
+    def unscored(self) -> list[int]:
+        """Models that were passed over: older than the newest with a score, and without one."""
+        newest = max(self.scores, default=0)
+        return sorted(version for version in self.models if version < newest and version not in self.scores)
 
 
 _HAPPENED: Final[dict[type, Callable[[RunState, Any], bool]]] = {

@@ -18,8 +18,9 @@ from typing import Any, Final, Literal
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
-from fedqueue.protocol.messages import Command, facility_of
-from fedqueue.protocol.wire import parse
+from fedqueue.protocol.contract import facility_of
+from fedqueue.protocol.messages import Command, parse
+from fedqueue.protocol.state import RunState
 from fedqueue.runs import SUMMARY
 
 Curve = Sequence[tuple[float, float]]
@@ -174,8 +175,8 @@ def _read(folder: Path, ledger: LedgerReader) -> Run:
             Trouble(row["at"], facility_of(row["job"]), _TROUBLES[row["kind"]], row["reason"])
             for row in _job_events(ledger, *_TROUBLES)
         ),
-        outages=_outages(ledger),
-        suspensions=_suspensions(ledger),
+        outages=_absences(ledger, _LEFT),
+        suspensions=_absences(ledger, _SUSPENDED),
     )
 
 
@@ -200,10 +201,12 @@ def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str
         why = f"{SUMMARY} cannot be read ({error})"
     meta = ledger.meta
     targets = meta["config"]["run"]["targets"]
-    tally = Tally(round_length=_round_length(meta), nodes=_nodes(meta), targets=targets)
+    nodes = _nodes(meta)
+    state = RunState(list(nodes))
+    tally = Tally(state, round_length=_round_length(meta), nodes=nodes, targets=targets)
     for event, wanted in ledger.steps():
         commands: list[Command] = [parse(kind, json.loads(text)) for kind, text in wanted]  # type: ignore[misc]
-        tally(event, commands)
+        state(event, commands)
     counted = tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0)
     return {**counted, "wall_seconds": None}, why  # the ledger does not know how long the computer took
 
@@ -280,36 +283,28 @@ def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, fail
     )
 
 
-def _outages(ledger: LedgerReader) -> tuple[Absence, ...]:
-    since: dict[str, float] = {}
-    found: list[Absence] = []
-    query = """SELECT at, kind, json_extract(body, '$.facility') AS facility FROM events
-               WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq"""
-    for row in ledger.rows(query):
-        if row["kind"] == "FacilityLeft":
-            since.setdefault(row["facility"], row["at"])
-        elif row["facility"] in since:
-            found.append(Absence(row["facility"], since.pop(row["facility"]), row["at"], "out of reach"))
-    found += [Absence(facility, at, None, "out of reach") for facility, at in since.items()]
-    return tuple(sorted(found, key=lambda absence: absence.at))
+_LEFT: Final = """
+SELECT at, kind = 'FacilityLeft' AS begins, json_extract(body, '$.facility') AS facility, 'out of reach' AS reason
+FROM events WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq
+"""
+_SUSPENDED: Final = """
+SELECT e.at, json_extract(c.body, '$.kind') = 'suspended' AS begins,
+       json_extract(c.body, '$.facts.facility') AS facility, json_extract(c.body, '$.facts.reason') AS reason
+FROM commands c JOIN events e USING (seq)
+WHERE c.kind = 'Record' AND json_extract(c.body, '$.kind') IN ('suspended', 'rejoined') ORDER BY c.seq, c.place
+"""
 
 
-def _suspensions(ledger: LedgerReader) -> tuple[Absence, ...]:
-    open_ones: dict[str, tuple[float, str]] = {}
+def _absences(ledger: LedgerReader, query: str) -> tuple[Absence, ...]:
+    begun: dict[str, tuple[float, str]] = {}
     found: list[Absence] = []
-    query = """SELECT e.at, json_extract(c.body, '$.kind') AS kind,
-                      json_extract(c.body, '$.facts.facility') AS facility,
-                      json_extract(c.body, '$.facts.reason') AS reason
-               FROM commands c JOIN events e USING (seq)
-               WHERE c.kind = 'Record' AND json_extract(c.body, '$.kind') IN ('suspended', 'rejoined')
-               ORDER BY c.seq, c.place"""
     for row in ledger.rows(query):
-        if row["kind"] == "suspended":
-            open_ones.setdefault(row["facility"], (row["at"], row["reason"]))
-        elif row["facility"] in open_ones:
-            at, reason = open_ones.pop(row["facility"])
+        if row["begins"]:
+            begun.setdefault(row["facility"], (row["at"], row["reason"]))
+        elif row["facility"] in begun:
+            at, reason = begun.pop(row["facility"])
             found.append(Absence(row["facility"], at, row["at"], reason))
-    found += [Absence(facility, at, None, reason) for facility, (at, reason) in open_ones.items()]
+    found += [Absence(facility, at, None, reason) for facility, (at, reason) in begun.items()]
     return tuple(sorted(found, key=lambda absence: absence.at))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.errors import ConfigError
+from fedqueue.files import write_text, writing
 from fedqueue.report.data import Curve, Run, read_run
 from fedqueue.report.html import html, page, paragraph, picture
 from fedqueue.report.plots import comparison_figure, run_figures
@@ -55,7 +56,9 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
         parts.append(_comparison(runs, anchors, beside))
     for run, anchor in zip(runs, anchors, strict=True):
         parts.append(_section(run, anchor, facilities, beside, alone=len(runs) == 1))
-    _write(out, page(_title(runs), "\n".join(parts)))
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, page(_title(runs), "\n".join(parts)))
     return out
 
 
@@ -124,17 +127,3 @@ def _section(run: Run, anchor: str, colours: Mapping[str, str], beside: Path, *,
     config = html(json.dumps(settings(run), indent=2, ensure_ascii=False))
     parts.append(f"<details><summary>Settings</summary><pre>{config}</pre></details>")
     return "".join([*parts, "</section>"])
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: written beside, then renamed."""
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
-        ) from None

@@ -13,7 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fedqueue.errors import ConfigError, StorageError, what_to_do
+from fedqueue.errors import ConfigError
+from fedqueue.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,14 +142,9 @@ def amount(value: float) -> str:
 
 
 def save_png(figure: Figure, path: Path) -> Path:
-    try:
+    with writing(path), styled():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with styled():
-            figure.savefig(path, format="png", dpi=DOTS, facecolor=PAPER)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; {what_to_do(error)}, then try again"
-        ) from None
+        figure.savefig(path, format="png", dpi=DOTS, facecolor=PAPER)
     return path
 
 
@@ -159,9 +155,8 @@ def svg(figure: Figure, description: str) -> str:
         figure.savefig(text, format="svg", dpi=DOTS, transparent=True, metadata={"Date": None})
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
     drawing = drawing[drawing.index("<svg ") :]
-    drawing = re.sub(
-        r'(<g) id="\w+_\d+"', r"\1", drawing
-    )  # every figure numbers its groups alike: not unique in a page
+    # Every figure numbers its groups alike: not unique in a page.
+    drawing = re.sub(r'(<g) id="\w+_\d+"', r"\1", drawing)
     for colour, name in PAGE_COLOURS.items():
         drawing = drawing.replace(colour, f"var({name}, {colour})")
     return drawing.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)

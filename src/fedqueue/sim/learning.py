@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from fedqueue.protocol.messages import Aggregate, Assignment, JobId
+from fedqueue.protocol.contract import Assignment, JobId
+from fedqueue.protocol.messages import Aggregate
 
 if TYPE_CHECKING:
     from fedqueue.aggregate import StateDict
@@ -15,32 +16,40 @@ Key = tuple[JobId, int]
 """An update: job and attempt."""
 
 
-class Learning(Protocol):
-    """What a simulated job really does."""
+class Learning:
+    """What a simulated job really does: as it is, nothing, for studies of the protocol alone."""
 
-    megabytes: float  # of one model, for transfers
-    roles: Mapping[str, str]  # of its tensors
+    def __init__(self, megabytes: float) -> None:
+        self.megabytes = megabytes  # of one model, for transfers
+        self.roles: Mapping[str, str] = {}  # of its tensors
+        self._corrupt: set[Key] = set()
 
     def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
         """A job began that will do so many steps if nothing comes between: its training may begin."""
 
     def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
         """Train from the assignment's version; keeps the update and returns the samples seen."""
+        return 0
 
-    def corrupt(self, key: Key) -> None: ...
+    def corrupt(self, key: Key) -> None:
+        self._corrupt.add(key)
 
     def misfit(self, key: Key) -> str | None:
         """Why this update cannot be used, or None."""
+        return "not finite (simulated)" if key in self._corrupt else None
 
-    def aggregate(self, command: Aggregate) -> None: ...
+    def aggregate(self, command: Aggregate) -> None:
+        pass
 
     def forget(self, key: Key) -> None:
         """This update has met its fate."""
+        self._corrupt.discard(key)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         """Of the versions before `ready` only these will be asked for again, and those of updates still held."""
 
-    def score(self, version: int) -> dict[str, float] | None: ...
+    def score(self, version: int) -> dict[str, float] | None:
+        return None
 
 
 def luck_of(facility: int, number: int) -> int:
@@ -48,40 +57,7 @@ def luck_of(facility: int, number: int) -> int:
     return facility * 1_000_003 + number
 
 
-class TimingOnly:
-    """Nothing is trained: for studies of the protocol alone."""
-
-    def __init__(self, megabytes: float) -> None:
-        self.megabytes = megabytes
-        self.roles: Mapping[str, str] = {}
-        self._corrupt: set[Key] = set()
-
-    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
-        pass
-
-    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
-        return 0
-
-    def corrupt(self, key: Key) -> None:
-        self._corrupt.add(key)
-
-    def misfit(self, key: Key) -> str | None:
-        return "not finite (simulated)" if key in self._corrupt else None
-
-    def aggregate(self, command: Aggregate) -> None:
-        pass
-
-    def forget(self, key: Key) -> None:
-        self._corrupt.discard(key)
-
-    def keep(self, ready: int, versions: Collection[int]) -> None:
-        pass
-
-    def score(self, version: int) -> dict[str, float] | None:
-        return None
-
-
-class RealLearning:
+class RealLearning(Learning):
     """PyTorch training, done when a simulated job ends, on the version it was bound to."""
 
     def __init__(self, task: Task, chosen_roles: Mapping[str, str] | None = None) -> None:
@@ -90,13 +66,10 @@ class RealLearning:
         self._rules = aggregate
         self._task = task
         first = task.initial_model()
-        self.roles: Mapping[str, str] = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
+        super().__init__(sum(t.numel() * t.element_size() for t in first.values()) / 1e6)
+        self.roles = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
         self._models: dict[int, StateDict] = {0: first}
         self._updates: dict[Key, tuple[StateDict, int]] = {}
-        self.megabytes = sum(t.numel() * t.element_size() for t in first.values()) / 1e6
-
-    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
-        pass  # one job at a time is all that a processor is good for
 
     def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
         trained = self._task.train(

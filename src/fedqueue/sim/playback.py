@@ -14,12 +14,12 @@ from statistics import fmean
 from typing import Any
 
 from fedqueue.config import Config
-from fedqueue.engine import Listener
+from fedqueue.metrics import Tally
+from fedqueue.protocol.contract import JobId
 from fedqueue.protocol.messages import (
     Event,
     JobEnded,
     JobFailed,
-    JobId,
     JobStarted,
     ModelReady,
     Record,
@@ -29,7 +29,7 @@ from fedqueue.protocol.messages import (
     UpdateArrived,
     UpdateRejected,
 )
-from fedqueue.sim.learning import TimingOnly
+from fedqueue.sim.learning import Learning
 from fedqueue.sim.recorded import RecordedSite, Recording
 from fedqueue.sim.simulation import JOBS, Simulation, make_strategy
 from fedqueue.sim.site import SimJob, Site
@@ -52,10 +52,10 @@ class Playback(Simulation):
             self._when(heard.event.at, heard.seq, self._tell, heard.event)
         self.run()
 
-    def submit_job(self, command: SubmitJob) -> None:
+    def _submit_job(self, command: SubmitJob) -> None:
         course = self._courses.get(command.order.job_id)
         if course is None:
-            super().submit_job(command)
+            super()._submit_job(command)
             return
         site = self._sites[command.order.facility]
         job = site.accept(command.order, self._now)
@@ -65,20 +65,11 @@ class Playback(Simulation):
             at = heard.event.at + (late if abs(late) > SAME else 0.0)
             self._when(max(at, self._now), heard.seq, self._hear, site, job, heard.event)
 
-    def _reach_scheduler(self, site: Site, job: SimJob) -> None:
-        seconds = site.submit_seconds(job)
-        if seconds >= 0:
-            super()._reach_scheduler(site, job)
-            return
-        job.eligible_at = self._now + seconds  # its scheduler knew of the end before it before we did
-        start_at = max(self._now, job.eligible_at + site.wait(job, self._now))
-        self._at(start_at, JOBS, self._start, site, job, job.attempt)
-
-    def set_timer(self, command: SetTimer) -> None:
+    def _set_timer(self, command: SetTimer) -> None:
         late = self._rang_late.get((command.key, command.at))
         if late is not None:  # what was in hand then came first
             command = dataclasses.replace(command, at=late + SAME)
-        super().set_timer(command)
+        super()._set_timer(command)
 
     def _hear(self, site: Site, job: SimJob, event: Event) -> None:
         """It happens to this job as it did in the run."""
@@ -120,9 +111,10 @@ class Played:
 
     fates: Fates
     ordered: dict[JobId, float]
+    tally: Tally
 
 
-def simulate_recording(recording: Recording, config: Config, listeners: Sequence[Listener] = ()) -> Played:
+def simulate_recording(recording: Recording, config: Config) -> Played:
     """Run the config's strategy over the recording, in virtual time."""
     same = config.run.strategy == recording.strategy
     config = dataclasses.replace(config, fault=[])  # what struck is in the recording
@@ -130,7 +122,8 @@ def simulate_recording(recording: Recording, config: Config, listeners: Sequence
         RecordedSite(i, f.name, recording.jobs[f.name], config, same_strategy=same)
         for i, f in enumerate(config.facility)
     ]
-    played = Played({}, {})
+    strategy = make_strategy(config, recording.plan)
+    played = Played({}, {}, Tally.of(config, strategy.state, targets=[]))
 
     def collect(event: Event, commands: Sequence[object]) -> None:
         for command in commands:
@@ -148,9 +141,9 @@ def simulate_recording(recording: Recording, config: Config, listeners: Sequence
     simulation = Playback(
         config,
         sites,
-        TimingOnly(0.0),
-        make_strategy(config, recording.plan),
-        [collect, *listeners],
+        Learning(0.0),
+        strategy,
+        [collect],
         aggregate_seconds=lambda version: recording.model_seconds.get(version, typical),
     )
     simulation.play(recording if same else dataclasses.replace(recording, courses={}, outside=[], rang_late={}))

@@ -7,6 +7,7 @@ same luck under every strategy, and a comparison of strategies compares nothing 
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log, sqrt
 from pathlib import Path
@@ -37,7 +38,7 @@ def make_queue(settings: QueueSettings, *, facility: str, seed: int, folder: Pat
         case FixedQueue():
             return Fixed(settings.delay)
         case TraceQueue():
-            return Trace(settings, draws, folder)
+            return _of_trace(settings, draws, folder)
         case LognormalQueue() | StepQueue() | SpikeQueue():
             return Lognormal(settings, draws)
 
@@ -111,23 +112,34 @@ def lognormal(mean: float, rho: float, spread: Spread, normal: float) -> float:
     return mean * exp(sigma * normal - sigma * sigma / 2)
 
 
-class Trace:
-    """Replays recorded waits: a job that becomes eligible at t waits as long as the next recorded one of its shape."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Waits that were recorded: a job that becomes eligible at t waits as long as the next recorded one; the log begins
+    anew at its end."""
 
-    def __init__(self, settings: TraceQueue, draws: Draws, folder: Path) -> None:
-        self._submits, self._waits = read_trace(data.find_log(settings.file, folder), settings)
-        self._speed_up = settings.speed_up
-        self._length = self._submits[-1] - self._submits[0] + 1.0
-        start = settings.start
-        self._start = draws.uniform() * self._length if start is None else start
+    submits: list[float]
+    waits: list[float]
+    first: float  # second at which the log begins
+    length: float  # seconds that it covers
+    start: float  # how far into it the run begins
+    speed_up: float = 1.0  # so many seconds of the log pass, and waits shrink, in one of the run
+    factor: float = 1.0  # how many times longer jobs wait than they did
 
     def delay(self, number: int, attempt: int, at: float) -> float:
-        moment = self._submits[0] + (self._start + at * self._speed_up) % self._length
-        found = bisect_left(self._submits, moment)
-        return self._waits[found % len(self._waits)] / self._speed_up
+        moment = self.first + (self.start + at * self.speed_up) % self.length
+        found = bisect_left(self.submits, moment)
+        return self.waits[found % len(self.waits)] / self.speed_up * self.factor
 
     def mean(self) -> float:
-        return sum(self._waits) / len(self._waits) / self._speed_up
+        return sum(self.waits) / len(self.waits) / self.speed_up
+
+
+def _of_trace(settings: TraceQueue, draws: Draws, folder: Path) -> Recorded:
+    submits, waits = read_trace(data.find_log(settings.file, folder), settings)
+    length = submits[-1] - submits[0] + 1.0
+    start = draws.uniform() * length if settings.start is None else settings.start
+    speed_up = settings.speed_up
+    return Recorded(submits=submits, waits=waits, first=submits[0], length=length, start=start, speed_up=speed_up)
 
 
 def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]:
@@ -158,7 +170,7 @@ def true_mean(settings: QueueSettings, queue: Queue) -> float:
         case FixedQueue():
             return settings.delay
         case TraceQueue():
-            assert isinstance(queue, Trace)
+            assert isinstance(queue, Recorded)
             return queue.mean()
         case _:
             return settings.mean

@@ -17,8 +17,8 @@ from typing import Any
 from fedqueue.config import Config, FixedQueue
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.contract import Assignment, JobId, facility_of, sequence_of
 from fedqueue.protocol.messages import (
-    Assignment,
     CoordinatorResumed,
     Event,
     FacilityDrained,
@@ -26,7 +26,6 @@ from fedqueue.protocol.messages import (
     FacilityLeft,
     ForecastIssued,
     JobFailed,
-    JobId,
     JobRequeued,
     ModelReady,
     ModelScored,
@@ -37,8 +36,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
-    sequence_of,
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.runs import rebuild_plan
@@ -88,17 +85,17 @@ FROM jobs j ORDER BY j.ordered_at
 class JobRecord:
     """What was measured about one job, in seconds."""
 
-    submit: float  # from our order to its being eligible, by its scheduler, whose clock may count whole seconds: it can
-    # be less than 0; or from our hearing of the end of the job it was chained to
-    delay: float  # q
-    bound: Assignment | None  # what it took from the standing work; None: its work was assigned
-    lingered: float
-    news: float  # from its taking work to our hearing of it
-    steps_per_second: float | None  # None: no update came of it
-    assigned: int | None  # steps
-    most_steps: int | None  # that it did
-    startup: float  # of a job that was heard of when it had ended: all but training, from its start until then
-    rest: float  # from there to the arrival
+    submit: float = 0.0  # from our order to its being eligible, by its scheduler, whose clock may count whole seconds:
+    # it can be less than 0; or from our hearing of the end of the job it was chained to
+    delay: float = 0.0  # q
+    bound: Assignment | None = None  # what it took from the standing work; None: its work was assigned
+    lingered: float = 0.0
+    news: float = 0.0  # from its taking work to our hearing of it
+    steps_per_second: float | None = None  # None: no update came of it
+    assigned: int | None = None  # steps
+    most_steps: int | None = None  # that it did
+    startup: float = 0.0  # of a job that was heard of when it had ended: all but training, from its start until then
+    rest: float = 0.0  # from there to the arrival
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,7 @@ class Recording:
     jobs: dict[str, dict[int, JobRecord]]  # by facility and number: those that brought an update
     courses: dict[JobId, Course]  # of the jobs whose durations do not say how they went: see `_undisturbed`
     outside: list[Heard]  # what operators, clocks and networks did
-    rang_late: dict[
-        tuple[str, float], float
-    ]  # timers by key and time: when they fired, if the coordinator was busy then
+    rang_late: dict[tuple[str, float], float]  # timers by key and time: when they fired, if the coordinator was busy
     model_seconds: dict[int, float]  # from asking for a version to its being ready
     fates: dict[tuple[str, int], tuple[str, int | None]]  # of each update: fate, and the version it went into
     ordered: dict[JobId, float]  # every job, with the time of its order
@@ -249,21 +244,6 @@ def _record(row: Any, rows: dict[str, Any]) -> JobRecord:
     )
 
 
-NOTHING = JobRecord(
-    submit=0.0,
-    delay=0.0,
-    bound=None,
-    lingered=0.0,
-    news=0.0,
-    steps_per_second=None,
-    assigned=None,
-    most_steps=None,
-    startup=0.0,
-    rest=0.0,
-)
-"""Of a job at a facility that brought no update."""
-
-
 class RecordedSite(Site):
     """A facility whose job meets what the job of its number met in the recording; or what another one met, where that
     one brought no update."""
@@ -285,7 +265,7 @@ class RecordedSite(Site):
         )
         super().__init__(index, plain, config, seed=0)
         self._records = records
-        self._in_turn = list(records.values()) or [NOTHING]
+        self._in_turn = list(records.values()) or [JobRecord()]  # it brought no update
         self._same_strategy = same_strategy
 
     def take_work(self, job: SimJob, at: float) -> tuple[float, Assignment]:

@@ -12,11 +12,12 @@ from fedqueue import plugins
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.errors import FedQueueError
+from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.metrics import Tally
 from fedqueue.protocol.roles import must_match, special
-from fedqueue.runs import SUMMARY, describe, write_json
-from fedqueue.sim.learning import Learning, RealLearning, TimingOnly
+from fedqueue.runs import SUMMARY, describe
+from fedqueue.sim.learning import Learning, RealLearning
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
 
@@ -43,16 +44,12 @@ def simulate(
     learning, data_sizes = _learning(config, seed) if learned is None else learned
     plan = make_plan(config, sites, data_sizes)
     strategy = make_strategy(config, plan)
-    tally = Tally(
-        round_length=getattr(config.options(), "round_length", None) or config.run.round_length,
-        nodes={facility.name: facility.nodes for facility in config.facility},
-        targets=config.run.targets,
-    )
+    tally = Tally.of(config, strategy.state)
     ledger = None
     if folder is not None:
         meta = describe(config, plan, seed=seed, driver="simulation")
         ledger = Ledger(folder / FILE, {**meta, "roles": special(learning.roles)}, durable=False)
-    listening: list[Listener] = [tally, *listeners, *plugins.listeners(config, folder)]
+    listening: list[Listener] = [*listeners, *plugins.listeners(config, folder)]
     if ledger is not None:
         listening.insert(0, ledger)
     try:
@@ -77,7 +74,7 @@ def simulate(
 
 def _learning(config: Config, seed: int) -> Learned:
     if config.task.name == TIMING:
-        return TimingOnly(config.simulator.model_megabytes), None
+        return Learning(config.simulator.model_megabytes), None
     from fedqueue.training.tasks import make_task  # loads torch: only runs that train pay for it
 
     if config.folder not in sys.path:  # a task of the user's own may lie beside the config

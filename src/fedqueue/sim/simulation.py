@@ -15,12 +15,12 @@ from typing import Any
 
 from fedqueue.config import Config
 from fedqueue.engine import Engine, Listener
+from fedqueue.protocol.contract import WALL_TIME, Assignment, Receipt, facility_of
 from fedqueue.protocol.messages import (
-    WALL_TIME,
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
+    Command,
     Event,
     FacilityJoined,
     FacilityLeft,
@@ -32,7 +32,6 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
-    Receipt,
     Record,
     RunStarted,
     SetTimer,
@@ -42,7 +41,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    facility_of,
     finite_or_none,
 )
 from fedqueue.protocol.plan import FacilityProfile, Plan
@@ -102,6 +100,16 @@ class Simulation:
         self._learning = learning
         self._sites = {site.name: site for site in sites}
         self._engine = Engine(strategy, self, listeners)
+        self._acts: dict[type, Callable[[Any], None]] = {
+            SubmitJob: self._submit_job,
+            AssignWork: self._assign_work,
+            PostWork: self._post_work,
+            CancelJob: self._cancel_job,
+            SetTimer: self._set_timer,
+            Aggregate: self._aggregate,
+            Record: self._record,
+            StopRun: self._stop_run,
+        }
         self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ticket = count()
         self._now = 0.0
@@ -125,7 +133,10 @@ class Simulation:
 
     # Commands -------------------------------------------------------------------------------------------
 
-    def submit_job(self, command: SubmitJob) -> None:
+    def act(self, command: Command) -> None:
+        self._acts[type(command)](command)
+
+    def _submit_job(self, command: SubmitJob) -> None:
         order = command.order
         site = self._sites[order.facility]
         limit = site.settings.queue_limit
@@ -141,39 +152,39 @@ class Simulation:
             if before is None or before.state not in AT_SCHEDULER:
                 self._reach_scheduler(site, job)
 
-    def assign_work(self, command: AssignWork) -> None:
+    def _assign_work(self, command: AssignWork) -> None:
         site = self._sites[facility_of(command.job_id)]
         job = site.jobs.get(command.job_id)
         if job is not None:  # otherwise it was refused
             job.work, job.binds_itself = command.assignment, False
             job.work_staged_at = self._now + site.transfer_seconds(self._learning.megabytes)
 
-    def post_work(self, command: PostWork) -> None:
+    def _post_work(self, command: PostWork) -> None:
         site = self._sites[command.facility]
         on_site_at = site.stage(command.standing, self._now, self._learning.megabytes)
         for job in site.lingering():
             self._at(on_site_at, JOBS, self._take_work, site, job, job.attempt)
 
-    def cancel_job(self, command: CancelJob) -> None:
+    def _cancel_job(self, command: CancelJob) -> None:
         site = self._sites[facility_of(command.job_id)]
         job = site.jobs.pop(command.job_id, None)
         if job is not None:
             self._close(site, job)
             self._learning.forget((job.id, job.attempt))
 
-    def set_timer(self, command: SetTimer) -> None:
+    def _set_timer(self, command: SetTimer) -> None:
         self._at(max(command.at, self._now), TIMERS, self._ring, command.key)
 
-    def aggregate(self, command: Aggregate) -> None:
+    def _aggregate(self, command: Aggregate) -> None:
         self._learning.aggregate(command)
         ready_at = self._now + self._aggregate_seconds(command.to_version)
         self._at(ready_at, MODELS, self._model_ready, command.to_version)
 
-    def record(self, command: Record) -> None:
+    def _record(self, command: Record) -> None:
         if command.kind == "fate" and command.facts["fate"] != "aggregated":
             self._learning.forget((str(command.facts["job"]), int(command.facts["attempt"] or 0)))
 
-    def stop_run(self, command: StopRun) -> None:
+    def _stop_run(self, command: StopRun) -> None:
         self._stopped = True
 
     # What comes of them ---------------------------------------------------------------------------------

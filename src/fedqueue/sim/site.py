@@ -9,7 +9,8 @@ from pathlib import Path
 from fedqueue.config import Config, FacilitySettings
 from fedqueue.errors import ConfigError
 from fedqueue.protocol.budget import ROUNDING, bind, linger_until
-from fedqueue.protocol.messages import Assignment, Event, JobId, Order, Standing, sequence_of
+from fedqueue.protocol.contract import Assignment, JobId, Order, Standing, sequence_of
+from fedqueue.protocol.messages import Event
 from fedqueue.sim.faults import Faults
 from fedqueue.sim.queues import make_queue, true_mean
 

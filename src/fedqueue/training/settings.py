@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fedqueue.settings import read
+from fedqueue.protocol.checks import at_least, more_than, one_of
+from fedqueue.protocol.codec import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,8 @@ class TaskSettings:
     """
 
     name: str = "digits"
-    """"digits", "mnist", "cifar100", or a function of your own as "module:function" that returns a `Workload`."""
+    """"digits", "mnist", what installed packages add, or a function of your own that returns a `Workload`, as
+    "module:function"."""
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     """How the training samples are split over the facilities: skewed by label, or evenly at random."""
     dirichlet_alpha: float = 0.5
@@ -44,25 +45,18 @@ class TaskSettings:
     """Keyword arguments for a function of your own."""
 
     def __post_init__(self) -> None:
-        _check_choice("partition", self.partition, ("dirichlet", "iid"))
-        _check_choice("optimizer", self.optimizer, ("adam", "sgd", "adamw"))
-        _check_choice("device", self.device, ("cpu", "cuda"))
+        one_of(self, "partition", ("dirichlet", "iid"))
+        one_of(self, "optimizer", ("adam", "sgd", "adamw"))
+        one_of(self, "device", ("cpu", "cuda"))
         if not self.name:
-            raise ValueError("name must be 'digits', 'mnist', 'cifar100' or 'module:function', found ''")
-        if not (math.isfinite(self.dirichlet_alpha) and self.dirichlet_alpha > 0):
-            raise ValueError(f"dirichlet_alpha must be above 0, found {self.dirichlet_alpha}")
+            raise ValueError("name must be 'digits', 'mnist' or 'module:function', found ''")
+        more_than(self, 0, "dirichlet_alpha")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, found {self.momentum}")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum must be 0 with optimizer {self.optimizer!r}, found {self.momentum}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay must be 0 or more, found {self.weight_decay}")
-        _check_count("batch_size", self.batch_size)
-        _check_count("threads", self.threads)
-        if self.train_samples is not None:
-            _check_count("train_samples", self.train_samples)
-        if self.test_samples is not None:
-            _check_count("test_samples", self.test_samples)
+        at_least(self, 0, "weight_decay")
+        at_least(self, 1, "batch_size", "threads", "train_samples", "test_samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +77,3 @@ class StoredTask:
         if stored.folder not in sys.path:
             sys.path.insert(0, stored.folder)
         return stored
-
-
-def _check_count(field_name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{field_name} must be 1 or more, found {value}")
-
-
-def _check_choice(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = " or ".join(map(repr, allowed))
-        raise ValueError(f"{field_name} must be {choices}, found {value!r}")

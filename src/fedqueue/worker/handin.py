@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedqueue.errors import FedQueueError
+from fedqueue.errors import ConfigError, FedQueueError
+from fedqueue.protocol.codec import Json, encode, read
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 FILE_PATIENCE = 60.0
@@ -52,8 +55,8 @@ def read_text(path: Path, wait_until: float = 0.0) -> str:
         time.sleep(POLL_SECONDS)
 
 
-def read_json(path: Path, wait_until: float = 0.0) -> dict[str, Any]:
-    """The object in a file that is replaced by atomic rename, so it is whole once it is there."""
+def read_object(path: Path, wait_until: float = 0.0) -> Json:
+    """The JSON object in a file that is replaced by atomic rename, so it is whole once it is there."""
     text = read_text(path, wait_until)
     try:
         found = json.loads(text)
@@ -64,20 +67,12 @@ def read_json(path: Path, wait_until: float = 0.0) -> dict[str, Any]:
     return found
 
 
-def field(record: Mapping[str, Any], name: str, kind: Any, where: object) -> Any:
-    """A value of the right type; an integer will do for a float.
-
-    >>> field({"steps": 50}, "steps", float, "order.json")
-    50.0
-    """
-    value = record.get(name)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ParticipateError(f"{where}: {name} must be of type {kind.__name__}, found {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ParticipateError(f"{where}: {name} must be finite, found {value!r}")
-    return value
+def read_file(kind: type[T], path: Path, wait_until: float = 0.0) -> T:
+    """What the object in a file is."""
+    try:
+        return read(kind, read_object(path, wait_until), "")
+    except ConfigError as error:
+        raise ParticipateError(f"{path}: {error}") from None
 
 
 def read_header(path: Path, wait_until: float) -> Header:
@@ -231,9 +226,10 @@ def _on_cpu(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return ready
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
+def write_file(path: Path, content: Any) -> None:
+    """As JSON."""
     with replacing(path) as part:
-        part.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        part.write_text(encode(content) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -23,7 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fedqueue.worker.binding import Assignment, Job, await_assignment, dry_run_job, take_work, this_job
+from fedqueue.protocol.codec import message
+from fedqueue.protocol.contract import Assignment, AssignmentFile, Result
+from fedqueue.worker.binding import Job, await_assignment, dry_run_job, take_work, this_job
 from fedqueue.worker.distributed import Ranks, await_device, broadcast_model, device_in_use
 from fedqueue.worker.handin import (
     FILE_PATIENCE,
@@ -32,12 +34,11 @@ from fedqueue.worker.handin import (
     check_libraries,
     choose,
     describe,
-    field,
     numbers,
+    read_file,
     read_header,
-    read_json,
     say,
-    write_json,
+    write_file,
     write_update,
 )
 
@@ -58,6 +59,13 @@ SIGN_SECONDS = 5.0
 STEPS, DEADLINE = 1, 2  # what the first rank tells the others; 0: go on
 
 
+@message
+class _Memory:
+    """What the jobs of a facility remember from one to the next."""
+
+    hand_in_seconds: float
+
+
 @contextmanager
 def participate(dry_run: Mapping[str, Any] | None = None) -> Iterator[Work]:
     """Take part as the job that this process runs in.
@@ -75,10 +83,10 @@ def participate(dry_run: Mapping[str, Any] | None = None) -> Iterator[Work]:
             ranks.wait_for_all()  # nobody leaves, and ends the job, while the first still writes
         except BaseException as error:
             if not work.submitted:
-                say(f"nothing was handed in, so {job.job_id} counts as failed: the script raised {describe(error)}")
+                say(f"nothing was handed in, so {work.job_id} counts as failed: the script raised {describe(error)}")
             raise
     if not work.submitted and ranks.first:
-        say(f"nothing was handed in, so {job.job_id} counts as failed: the script never called work.submit()")
+        say(f"nothing was handed in, so {work.job_id} counts as failed: the script never called work.submit()")
 
 
 @contextmanager
@@ -100,13 +108,13 @@ class Work:
     """One job's work. Made by `participate`; times are seconds."""
 
     def __init__(self, job: Job, ranks: Ranks) -> None:
-        self.job_id = job.job_id
+        self.job_id = job.order.job_id
         """Facility and number, as in "north/3"."""
-        self.facility = job.facility
-        self.round = job.round
+        self.facility = job.order.facility
+        self.round = job.order.round
         self.attempt = job.attempt
         """How often the scheduler started the job before."""
-        self.purpose = job.purpose
+        self.purpose = job.order.purpose
         """"train", "warm_up" or "evaluate"."""
         self.state_dir = job.state_dir
         """A folder that stays between the jobs of a facility."""
@@ -116,7 +124,7 @@ class Work:
         self._memory = job.state_dir / ".fedqueue.json"
         self._wall_end = time.perf_counter() + job.wall_left - self._reserve()
         self._told_to_stop = False
-        self._taken: Assignment
+        self._taken: AssignmentFile
         self._header: Header = {}
         self._began_at: float | None = None  # by the job's clock, when the first step began
         self._first: float | None = None  # the same by perf_counter, as all below
@@ -133,18 +141,18 @@ class Work:
         check_libraries()
         job = self._job
         if not self._ranks.first:
-            self._taken = job.assignment or await_assignment(job)
+            self._taken = job.assigned or await_assignment(job)
         else:
             self._taken = take_work(job, hurried=lambda: self._told_to_stop or time.perf_counter() > self._wall_end)
         # Kept, because the agent may clear away the file of a superseded model while we train.
-        self._header = read_header(self._taken.model, time.monotonic() + FILE_PATIENCE)
+        self._header = read_header(self.model_path, time.monotonic() + FILE_PATIENCE)
 
     def _reserve(self) -> float:
         """Seconds before the wall end at which training stops. Half the time at most: a file system that was slow
         once must not keep every later job from training."""
         wall = self._job.wall_seconds
         try:
-            last = float(field(read_json(self._memory), "hand_in_seconds", float, self._memory))
+            last = read_file(_Memory, self._memory).hand_in_seconds
         except ParticipateError:
             last = 0.0  # nothing was handed in yet
         return min(max(min(RESERVE_SECONDS, wall / 4), last), wall / 2)
@@ -152,23 +160,27 @@ class Work:
     # What to do -----------------------------------------------------------------------------------------
 
     @property
+    def _work(self) -> Assignment:
+        return self._taken.assignment
+
+    @property
     def base_version(self) -> int:
         """The version of the model that training starts from."""
-        return self._taken.base_version
+        return self._work.base_version
 
     @property
     def assigned_steps(self) -> int:
         """The step budget; time or a signal may end the job before."""
-        return self._taken.steps
+        return self._work.steps
 
     @property
     def learning_rate(self) -> float:
-        return self._taken.learning_rate
+        return self._work.learning_rate
 
     @property
     def model_path(self) -> Path:
         """The safetensors file of the base model: the tensors that the run declares."""
-        return self._taken.model
+        return Path(self._taken.model)
 
     def model(self) -> dict[str, Any]:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
@@ -233,7 +245,7 @@ class Work:
     def seconds_left(self) -> float:
         """Until training has to stop so that there is time to hand in; infinite when only steps are limited."""
         now = time.perf_counter()
-        budget = self._taken.train_budget
+        budget = self._work.train_budget
         ends = self._wall_end
         if budget is not None:
             ends = min(ends, (now if self._first is None else self._first) + budget)
@@ -296,7 +308,7 @@ class Work:
             if self._steps_done < 1:
                 if self._stopped_by == "deadline":  # the agent will have more wall time asked for
                     with suppress(ParticipateError):
-                        write_json(self._job.folder / "out_of_time.json", {"stopped_by": "deadline"})
+                        write_file(self._job.folder / "out_of_time.json", {"stopped_by": "deadline"})
                 why = f"stopped by {self._stopped_by}" if self._stopped_by else "take them from work.steps()"
                 raise ParticipateError(f"submit: no step was done ({why}), so nothing is handed in")
             if tensors is None:
@@ -307,22 +319,23 @@ class Work:
         else:
             plain = numbers(metrics)
         finished_at = self._job.clock.now()
-        write_json(
-            self._job.folder / "result.json",
-            {
-                "base_version": self.base_version,
-                "steps_done": self._steps_done,
-                "train_seconds": 0.0 if self._first is None or self._last is None else self._last - self._first,
-                "samples": max(self._samples, self._samples_of_all),
-                "nodes": self._job.nodes,
-                "device": device_in_use(),
-                "metrics": plain,
-                "began_at": finished_at if self._began_at is None else self._began_at,
-                "finished_at": finished_at,
-                "stopped_by": self._stopped_by or ("signal" if self._told_to_stop else "script"),
-                "bytes": size,
-                "sha256": digest,
-            },
-        )
+        try:
+            result = Result(
+                base_version=self.base_version,
+                steps_done=self._steps_done,
+                train_seconds=0.0 if self._first is None or self._last is None else self._last - self._first,
+                samples=max(self._samples, self._samples_of_all),
+                nodes=self._job.nodes,
+                device=device_in_use(),
+                metrics=plain,
+                began_at=finished_at if self._began_at is None else self._began_at,
+                finished_at=finished_at,
+                stopped_by=self._stopped_by or ("signal" if self._told_to_stop else "script"),
+                bytes=size,
+                sha256=digest,
+            )
+        except ValueError as error:
+            raise ParticipateError(f"submit: {error}") from None
+        write_file(self._job.folder / "result.json", result)
         with suppress(ParticipateError):  # the result is in; next time we reserve what we reserved now
-            write_json(self._memory, {"hand_in_seconds": time.perf_counter() - began})
+            write_file(self._memory, _Memory(hand_in_seconds=time.perf_counter() - began))

@@ -1,4 +1,4 @@
-"""What a facility says of its scheduler, one dataclass a kind; read from TOML by fedqueue.settings."""
+"""What a facility says of its scheduler, one dataclass a kind; read from TOML."""
 
 from __future__ import annotations
 

@@ -23,10 +23,9 @@ from typing import Any, ClassVar, Literal
 
 from fedqueue.protocol.admit import Update
 from fedqueue.protocol.budget import wall_request
+from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, UpdateKey, job_id
 from fedqueue.protocol.messages import (
-    WALL_TIME,
     Aggregate,
-    Assignment,
     AssignWork,
     CancelJob,
     Command,
@@ -39,13 +38,11 @@ from fedqueue.protocol.messages import (
     ForecastIssued,
     JobEnded,
     JobFailed,
-    JobId,
     JobRequeued,
     JobStarted,
     JobSubmitted,
     ModelReady,
     ModelScored,
-    Order,
     Record,
     RecordKind,
     Rule,
@@ -62,7 +59,6 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
-    job_id,
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.predict import Forecast
@@ -100,7 +96,7 @@ class Strategy:
         self._ending = False
         self._end_reason = "time is up"
         self._making: dict[int, list[Ingredient]] = {}  # what each version that is being made is made of
-        self._unsettled: dict[tuple[JobId, int], Update] = {}
+        self._unsettled: dict[UpdateKey, Update] = {}
         self._out: list[Command] = []
 
     def handle(self, event: Event) -> Sequence[Command]:
@@ -110,7 +106,7 @@ class Strategy:
         effective = self.state.happened(event)
         if self.stopped is not None:
             if effective and isinstance(event, UpdateArrived):
-                self._record_fate(event.receipt.job_id, event.receipt.attempt, "after_end")
+                self._record_fate(event.receipt.key, "after_end")
         elif effective:
             _HANDLERS[type(event)](self, event)
         else:
@@ -224,7 +220,8 @@ class Strategy:
         """Ask for the next version from these updates; it can be named once it is ready."""
         weighed = list(weighed)
         shares = tuple(
-            Share(job_id=u.receipt.job_id, attempt=u.receipt.attempt, weight=weight) for u, weight in weighed
+            Share(job_id=u.receipt.job_id, attempt=u.receipt.attempt, weight=weight, part=u.receipt.part)
+            for u, weight in weighed
         )
         command = Aggregate(from_version=self.made, to_version=self.made + 1, rule=rule, weights=shares)
         self.want(command)
@@ -233,9 +230,9 @@ class Strategy:
 
     def settle(self, update: Update, fate: Fate, **facts: Scalar) -> None:
         """The one fate of an update."""
-        key = (update.receipt.job_id, update.receipt.attempt)
+        key = update.receipt.key
         del self._unsettled[key]
-        self._record_fate(*key, fate, aimed=update.aimed, deferred=update.deferred, **facts)
+        self._record_fate(key, fate, aimed=update.aimed, deferred=update.deferred, **facts)
 
     def record(self, kind: RecordKind, **facts: Scalar) -> None:
         self.want(Record(kind=kind, facts=facts))
@@ -403,11 +400,12 @@ class Strategy:
         self._failure(event.job_id, event.attempt, event.reason, event.transient)
 
     def _update_rejected(self, event: UpdateRejected) -> None:
-        self._reject(event.job_id, event.attempt, event.reason)
+        self._reject(event.key, event.reason)
 
-    def _reject(self, job: JobId, attempt: int, reason: str) -> None:
+    def _reject(self, key: UpdateKey, reason: str) -> None:
+        job, attempt, _ = key
         self._failure(job, attempt, reason, True)
-        self._record_fate(job, attempt, "rejected", reason=reason)
+        self._record_fate(key, "rejected", reason=reason)
 
     def _failure(self, job: JobId, attempt: int, reason: str, transient: bool) -> None:
         """A job is over that brought nothing; try again, or leave its facility alone."""
@@ -432,9 +430,9 @@ class Strategy:
         facility, job = self._touched()
         given = job.assignment.base_version if job.assignment is not None else min(receipt.base_version, self.ready)
         if receipt.base_version != given:
-            return self._reject(receipt.job_id, receipt.attempt, f"it says version {receipt.base_version}, not {given}")
+            return self._reject(receipt.key, f"it says version {receipt.base_version}, not {given}")
         if self._ending:
-            return self._record_fate(receipt.job_id, receipt.attempt, "after_end")
+            return self._record_fate(receipt.key, "after_end")
         if not self.observes_starts:
             facility.predictor.observe(self.now, receipt.admission_delay)
         if job.phase != "ended":
@@ -447,7 +445,7 @@ class Strategy:
             self._works_again(facility)
         aimed = job.cutoff is not None
         update = Update(receipt, facility.name, self.now, aimed, aimed and self.missed(job))
-        self._unsettled[receipt.job_id, receipt.attempt] = update
+        self._unsettled[receipt.key] = update
         self.arrived(facility, update)
         self._offer(facility, "arrival")
         self._stop_if_nobody_is_left()
@@ -465,8 +463,9 @@ class Strategy:
         assert job is not None
         return self.facilities[job.order.facility], job
 
-    def _record_fate(self, job: JobId, attempt: int, fate: Fate, /, **facts: Scalar) -> None:
-        self.record("fate", job=job, attempt=attempt, fate=fate, **facts)
+    def _record_fate(self, key: UpdateKey, fate: Fate, /, **facts: Scalar) -> None:
+        job, attempt, part = key
+        self.record("fate", job=job, attempt=attempt, **({"part": part} if part else {}), fate=fate, **facts)
 
     def _ignore(self, event: Event) -> None:
         """It took no effect: it is repeated, or of an attempt that was superseded."""

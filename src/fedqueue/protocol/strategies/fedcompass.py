@@ -15,7 +15,7 @@ from math import floor
 
 from fedqueue.protocol.admit import Buffer, Update
 from fedqueue.protocol.checks import at_least, more_than, share
-from fedqueue.protocol.messages import Assignment
+from fedqueue.protocol.contract import Assignment
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Strategy, Why

@@ -19,7 +19,7 @@ from typing import Literal
 from fedqueue.protocol.admit import Update
 from fedqueue.protocol.budget import RULES, Rule, reserve, scaled_rate, steps_within, train_budget
 from fedqueue.protocol.checks import at_least, one_of, share
-from fedqueue.protocol.messages import Assignment, Scaling
+from fedqueue.protocol.contract import Assignment, Scaling
 from fedqueue.protocol.predict import Forecast
 from fedqueue.protocol.strategies.base import Why
 from fedqueue.protocol.strategies.roster import Facility

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedqueue.protocol.messages import Assignment
+from fedqueue.protocol.contract import Assignment
 from fedqueue.protocol.strategies.base import Strategy, Why
 from fedqueue.protocol.strategies.roster import Facility
 

@@ -18,7 +18,8 @@ from typing import Final, Literal
 from fedqueue.protocol.admit import Update
 from fedqueue.protocol.budget import choose_round_length, longest_stay
 from fedqueue.protocol.checks import one_of, share
-from fedqueue.protocol.messages import Assignment, JobId, PostWork, Standing, facility_of
+from fedqueue.protocol.contract import Assignment, JobId, Standing, facility_of
+from fedqueue.protocol.messages import PostWork
 from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Why
 from fedqueue.protocol.strategies.roster import Facility

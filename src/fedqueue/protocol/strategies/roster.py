@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedqueue.protocol.messages import JobId, Standing
+from fedqueue.protocol.contract import JobId, Standing
 from fedqueue.protocol.plan import FacilityProfile
 from fedqueue.protocol.predict import Forecast, Predictor, make_predictor
 from fedqueue.protocol.state import FacilityState, Status

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fedqueue.protocol.admit import Buffer, Update
 from fedqueue.protocol.checks import at_least, more_than, one_of, share
-from fedqueue.protocol.messages import Scaling
+from fedqueue.protocol.contract import Scaling
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.predict import check_name
 from fedqueue.protocol.state import JobState

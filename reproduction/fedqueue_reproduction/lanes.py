@@ -8,7 +8,8 @@ always the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,23 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedqueue.training.keyed import AUGMENTATION, draws, signed
-from fedqueue.training.recorded import Adam, SlotJob, capture, products_in, put, quick, why_not_adam
-from fedqueue.training.rows import Rows
+from fedqueue.aggregate import StateDict
 from fedqueue.training.settings import TaskSettings
+from fedqueue.training.tasks import Task
+from fedqueue.training.trainer import AUGMENTATION, draws, products_in, signed
 from fedqueue.training.workload import Samples, Workload
+from fedqueue_reproduction.recorded import Adam, Scorer, SlotJob, capture, put, quick, why_not_adam
+from fedqueue_reproduction.rows import Rows
 
 Named = dict[str, Tensor]
 
 COUNTER = "num_batches_tracked"
 """What a normalisation with a momentum counts and never looks at: left out of a row."""
 MOST_STEPS = 1024  # of a job, before the step must be recorded again with more room
+
+
+STEPS_AHEAD = 4
+"""An accelerator is given so many steps before the first of them must be done: enough to keep it busy."""
 
 
 def why_not_in_lanes(workload: Workload, module: nn.Module, settings: TaskSettings) -> str | None:
@@ -215,3 +222,56 @@ def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """All of them in few kernels."""
     if into := list(targets):
         torch._foreach_copy_(into, list(sources))
+
+
+class RecordedTask(Task):
+    """A task alone on a device: one lane, and a graph that scores, as a fleet of runs has them for many."""
+
+    @staticmethod
+    def why_not(workload: Workload, settings: TaskSettings) -> str | None:
+        """Why it is not for this workload; None if it is."""
+        return why_not_in_lanes(workload, workload.make_model(), settings) if workload.recordable else "not recordable"
+
+    def __init__(self, workload: Workload, settings: TaskSettings, facilities: int, seed: int) -> None:
+        super().__init__(workload, settings, facilities, seed)
+        self._rows = rows_of(self._module)
+        self._lanes = Lanes(workload, self._rows, self._train, slots=1, batch_size=settings.batch_size)
+        self._scorer = Scorer(workload, self._rows, self._test)
+
+    def _go_through(
+        self,
+        schedule: Iterator[Tensor],
+        model: StateDict,
+        learning_rate: float,
+        job_seed: int,
+        during: Iterable[object] | None,
+    ) -> tuple[StateDict, int, Tensor]:
+        job = SlotJob(self._rows.flatten(model), torch.stack(list(schedule)), learning_rate, job_seed)
+        self._lanes.load({0: job})
+        done = job.steps
+        if during is None:
+            self._lanes.advance(done)
+        else:
+            done = 0
+            begun: deque[torch.cuda.Event] = deque()
+            for _ in zip(during, range(job.steps), strict=False):
+                self._lanes.advance(1)
+                done += 1
+                if self._device.type == "cuda":  # who counts steps and looks at the clock must not be far ahead
+                    begun.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                    begun[-1].record()
+                    if len(begun) > STEPS_AHEAD:
+                        begun.popleft().synchronize()
+        trained = self._rows.unflatten(self._lanes.take([0])[0][0])
+        # What the row leaves out counts steps.
+        state = {
+            name: trained[name].clone(memory_format=torch.contiguous_format)
+            if name in trained
+            else old.to(self._device) + done
+            for name, old in model.items()
+        }
+        return state, done, self._lanes.losses(0)
+
+    def score(self, model: StateDict) -> dict[str, float]:
+        score, loss = self._scorer.score(self._rows.flatten(model), None).tolist()
+        return {"score": score, "loss": loss}

@@ -14,7 +14,6 @@ from typing import Final, Literal
 
 import numpy as np
 
-from fedqueue.bound import Series
 from fedqueue.config import TraceQueue
 from fedqueue.errors import DataError, RunFolderError
 from fedqueue.forecasting.probes import default_warm_up, probe_jobs
@@ -23,6 +22,7 @@ from fedqueue.history.read import UNREADABLE
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.predict import make_predictor
 from fedqueue.sim.queues import read_trace
+from fedqueue_reproduction.bound import Series
 
 Kind = Literal["run", "trace", "errors"]
 

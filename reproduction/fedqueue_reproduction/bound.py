@@ -17,8 +17,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from fedqueue.error_distribution import ROUNDING, Floats, Shape, exceeded_by, reach, shape_of
 from fedqueue.protocol.checks import at_least, more_than
+from fedqueue_reproduction.error_distribution import ROUNDING, Floats, Shape, exceeded_by, reach, shape_of
 
 ENOUGH: Final = 20  # errors of a facility; what fewer say is mostly luck
 _MOST_EXPONENT: Final = 200.0  # a factor beyond exp() of this says nothing, and times a delay it may overflow

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedqueue.bound import Assessment, Series, limits, log_factor
-from fedqueue.error_distribution import Floats, Shape, exceeded_by, gaussian_tail, reach
 from fedqueue.report.style import FAINT, INK, PAPER, amount, facility_colours, new_figure, save_png, short, styled
+from fedqueue_reproduction.bound import Assessment, Series, limits, log_factor
+from fedqueue_reproduction.error_distribution import Floats, Shape, exceeded_by, gaussian_tail, reach
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,13 +1,12 @@
 """Training steps on an accelerator that are recorded once and replayed: what a graph is made of.
 
-A job's whole state is one flat row (`fedqueue.training.rows`) and a few numbers beside it, always at the same place, so
+A job's whole state is one flat row (`rows.py`) and a few numbers beside it, always at the same place, so
 that a recorded step can be replayed for any job. `lanes` trains networks of any kind with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from fedqueue.training.rows import Rows
 from fedqueue.training.settings import TaskSettings
+from fedqueue.training.trainer import products_in
 from fedqueue.training.workload import Samples, Workload
+from fedqueue_reproduction.rows import Rows
 
 T = TypeVar("T")
 
@@ -117,13 +117,6 @@ class Scorer:
             outputs = torch.cat([self._outputs(chunk) for chunk in torch.split(self._inputs, SCORE_CHUNK)])
             self._losses = nn.functional.cross_entropy(outputs, self._targets, reduction="none")
             self._hits = outputs.argmax(dim=1) == self._targets
-
-
-def products_in(workload: Workload, device: torch.device) -> AbstractContextManager[object]:
-    """The workload's precision on an accelerator; on the processor everything has that of its tensors."""
-    if device.type != "cuda" or workload.precision == torch.float32:
-        return nullcontext()
-    return torch.autocast("cuda", workload.precision, cache_enabled=False)
 
 
 def capture(

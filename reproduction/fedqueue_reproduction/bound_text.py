@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 
-from fedqueue.bound import Assessment, Check, Rule
 from fedqueue.cli import terminal
-from fedqueue.error_distribution import FAR, NEAR, Shape
-from fedqueue.forecast_errors import Measured
 from fedqueue.report.style import amount, short
+from fedqueue_reproduction.bound import Assessment, Check, Rule
+from fedqueue_reproduction.error_distribution import FAR, NEAR, Shape
+from fedqueue_reproduction.forecast_errors import Measured
 
 _RULES = {
     "given": "the margin as given",

@@ -24,15 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from fedqueue import data
-from fedqueue.bound import ENOUGH, Assessment, Setting, assess, least_shift
 from fedqueue.cli import common, extras
-from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases, rounded
+from fedqueue.cli.traces import CASE_COLUMNS, procs_range, read_cases
 from fedqueue.config import TraceQueue
 from fedqueue.errors import ConfigError
-from fedqueue.forecast_errors import Measured, of_file, of_run, of_trace
 from fedqueue.history.read import is_log
 from fedqueue.machine import invoked, provenance
 from fedqueue.protocol.predict import PREDICTORS
+from fedqueue.runs import rounded
+from fedqueue_reproduction.bound import ENOUGH, Assessment, Setting, assess, least_shift
+from fedqueue_reproduction.forecast_errors import Measured, of_file, of_run, of_trace
 
 HELP = "hold the paper's staleness bound against measured forecast errors"
 
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fedqueue.cli.bound_text import show  # loads what draws reports: other commands need not wait for it
+    from fedqueue_reproduction.bound_text import show  # loads what draws reports: other commands need not wait for it
 
     if (args.source is None) == (args.cases is None):
         raise ConfigError("bound needs a run folder, a trace or an error file, or else --cases")
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     _warn(assessment)
     picture = None
     if args.plots:
-        from fedqueue.report.bound import bound_plot
+        from fedqueue_reproduction.bound_plot import bound_plot
 
         picture = bound_plot(measured.series, assessment, args.plot or _beside(args.source, measured), measured.name)
     if args.json:
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(assessment: Assessment, measured: Measured) -> dict[str, Any]:
     """What --json prints; numbers with six digits."""
-    from fedqueue.cli.bound_text import notes, verdict
+    from fedqueue_reproduction.bound_text import notes, verdict
 
     setting, lemma = assessment.setting, assessment.checks[0]
     found: dict[str, Any] = {
@@ -217,7 +218,7 @@ def _beside(source: Path, measured: Measured) -> Path:
 
 
 def _run_cases(args: argparse.Namespace) -> int:
-    from fedqueue.cli.bound_text import show_cases
+    from fedqueue_reproduction.bound_text import show_cases
 
     for name in ("procs", "requested", "round_length", "plot"):
         if getattr(args, name) is not None:

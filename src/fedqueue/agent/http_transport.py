@@ -1,0 +1,416 @@
+"""The agent's side of HTTP: small calls in JSON, and files of any size that survive a cut connection.
+
+TLS is always verified. Plain http is for loopback only, and never goes through a proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+from urllib.parse import unquote
+from urllib.request import getproxies_environment, proxy_bypass
+
+import urllib3
+from urllib3.exceptions import HTTPError, LocationParseError, LocationValueError
+from urllib3.response import BaseHTTPResponse, HTTPResponse
+from urllib3.util import Url, make_headers, parse_url
+
+from fedqueue import PROTOCOL, __version__
+from fedqueue.agent.transport import (
+    CoordinatorBusyError,
+    CoordinatorRefusedError,
+    CoordinatorUnreachableError,
+    CoordinatorUntrustedError,
+    Refusal,
+    TransportError,
+)
+from fedqueue.errors import ConfigError, StorageError
+from fedqueue.files import ArrivingFile
+from fedqueue.network import is_loopback
+from fedqueue.protocol.codec import Json, encode, read
+from fedqueue.protocol.contract import REASON_LENGTH, Answer, Verdict, one_line
+from fedqueue.protocol.reports import Handin, Poll
+
+T = TypeVar("T")
+
+PIECE_BYTES: Final = 64 << 20
+"""Of an upload, in one request."""
+BUFFER_BYTES: Final = 1 << 20
+ANSWER_BYTES: Final = 16 << 20
+"""The longest JSON answer that is read."""
+LATER: Final = frozenset({408, 425, 429})
+"""Refusals that mean "not now", beside every 5xx."""
+REFUSALS: Final[Mapping[int, Refusal]] = {401: "not allowed", 403: "not allowed", 410: "superseded"}
+
+
+class HttpRefusedError(CoordinatorRefusedError):
+    """With what only HTTP knows of it."""
+
+    def __init__(self, url: str, status: int, reason: str, answer: Json | None = None) -> None:
+        self.status, self.answer = status, answer or {}
+        refusal: Refusal = REFUSALS.get(status, "refused")
+        if "received" in self.answer:
+            refusal = "set back"
+        elif "offset" in self.answer:
+            refusal = "other bytes"
+        super().__init__(f"{url}: refused with status {status}: {reason}", reason, refusal)
+
+
+def update_path(sequence: int, attempt: int, sha256: str) -> str:
+    """Where the update of a job's attempt is sent to (PUT), asked about (GET) and committed (POST)."""
+    return f"/v1/updates/{sequence}/{attempt}/{sha256}"
+
+
+class Client:
+    """Speaks to one coordinator. Times are in seconds.
+
+    A transfer is tried again after a cut, from where it was, until `retries` tries in a row bring no byte; the pauses
+    between them double from `backoff` up to `longest_backoff`, shortened at random so that agents do not come in step.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        credential: str | None = None,
+        ca: Path | None = None,
+        proxy: str | None = None,
+        connect_timeout: float = 10.0,
+        read_timeout: float = 60.0,
+        retries: int = 6,
+        backoff: float = 1.0,
+        longest_backoff: float = 30.0,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        parsed = _coordinator_url(url)
+        self.url = parsed.url.rstrip("/")
+        self.credential = credential
+        self._retries = retries
+        self._backoff = backoff
+        self._longest_backoff = longest_backoff
+        self._piece_bytes = piece_bytes
+        settings: Json = {
+            "timeout": urllib3.Timeout(connect=connect_timeout, read=read_timeout),
+            "retries": False,  # they are made here, where it is known what has arrived
+            "maxsize": 4,
+            "blocksize": BUFFER_BYTES,
+        }
+        if parsed.scheme == "https":
+            settings["ssl_context"] = _trust(ca)
+        through = _proxy_for(parsed, proxy)
+        self._pool: urllib3.PoolManager
+        if through is None:
+            self._pool = urllib3.PoolManager(**settings)
+        else:
+            headers = make_headers(proxy_basic_auth=unquote(through.auth)) if through.auth else None
+            bare = through._replace(auth=None).url
+            self._pool = urllib3.ProxyManager(bare, proxy_headers=headers, **settings)
+
+    def close(self) -> None:
+        self._pool.clear()
+
+    def poll(self, said: Poll) -> Answer:
+        answer = self._checked(Answer, self.call("POST", "/v1/poll", said))
+        return replace(answer, over=_text(answer.over))
+
+    def commit(self, sequence: int, attempt: int, sha256: str, handin: Handin) -> Verdict:
+        verdict = self._checked(Verdict, self.call("POST", update_path(sequence, attempt, sha256), handin))
+        return replace(verdict, reason=_text(verdict.reason))
+
+    def enrol(self, token: str) -> Json:
+        return self.call("POST", "/v1/enroll", {"token": token})
+
+    def call(self, method: str, path: str, body: object = None) -> Json:
+        """Sends JSON and returns the JSON object answered, for 200 and 202 alike. One try."""
+        data = None if body is None else encode(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        return self._ask(method, path, headers, data)
+
+    def upload(self, path: Path, sequence: int, attempt: int, sha256: str) -> None:
+        """Sends what the coordinator does not have of the file yet. To `commit` it comes afterwards."""
+        place = update_path(sequence, attempt, sha256)
+        tries = _Tries(self._retries, self._backoff, self._longest_backoff)
+        buffer = bytearray(BUFFER_BYTES)
+        with path.open("rb", buffering=0) as file:
+            total = os.fstat(file.fileno()).st_size
+            have: int | None = None
+            while True:
+                try:
+                    if have is None:
+                        have = self._offset(place, total, self._ask("GET", place, {}, None))
+                        tries.progress(have)
+                    if have == total:
+                        return
+                    length = min(self._piece_bytes, total - have)
+                    answer = self._ask(
+                        "PUT",
+                        f"{place}?offset={have}&bytes={total}",
+                        {"Content-Length": str(length), "Content-Type": "application/octet-stream"},
+                        _pieces(file.fileno(), have, length, buffer),
+                    )
+                    have = self._offset(place, total, answer)
+                    tries.progress(have)
+                except CoordinatorUntrustedError:
+                    raise
+                except CoordinatorUnreachableError as error:
+                    have = None  # how much of the piece arrived only the coordinator knows
+                    tries.failed(error)
+                except HttpRefusedError as error:
+                    if error.status != 409 or "offset" not in error.answer:
+                        raise
+                    have = self._offset(place, total, error.answer)
+                    tries.failed(CoordinatorUnreachableError(f"{self.url}{place}: never has what it says it has"))
+
+    def download(self, version: int, target: Path, sha256: str | None = None) -> str:
+        """Fetches a model into `target`, whole or not at all, and returns its sha256, which is checked.
+
+        What arrived before a cut stays in `target`.part, also when this process ends, and is gone on from.
+        """
+        path = f"/v1/models/{version}"
+        tries = _Tries(self._retries, self._backoff, self._longest_backoff)
+        part = ArrivingFile(target)
+        etag = sha256
+        restarted = False
+        with part:
+            while True:
+                try:
+                    etag = self._fetch(path, part, etag)
+                except CoordinatorUntrustedError:
+                    raise
+                except CoordinatorUnreachableError as error:
+                    tries.progress(part.have)
+                    tries.failed(error)
+                    continue
+                wanted = sha256 or etag
+                if part.sha256() == wanted:
+                    part.finish()
+                    return wanted
+                if restarted:
+                    raise CoordinatorUnreachableError(
+                        f"{self.url}{path}: its sha256 is {part.sha256()}, expected {wanted}; the transfer is damaged"
+                    )
+                # What was left from an earlier try may have been of another file: once more from the start.
+                part.restart()
+                restarted = True
+
+    def _fetch(self, path: str, part: ArrivingFile, etag: str | None) -> str:
+        """Appends what is missing to `part`; returns the sha256 that the coordinator names."""
+        headers = {"Accept-Encoding": "identity"}
+        if part.have:
+            headers["Range"] = f"bytes={part.have}-"
+            if etag is not None:
+                headers["If-Range"] = f'"{etag}"'
+        with self._request("GET", path, headers, None) as response:
+            named = response.headers.get("ETag", "").strip('"')
+            if response.status == 416:  # nothing is missing, or what is there is not of this file
+                if response.headers.get("Content-Range") != f"bytes */{part.have}":
+                    part.restart()
+                    raise CoordinatorUnreachableError(f"{self.url}{path}: has fewer bytes than were received before")
+                return named
+            if response.status not in (200, 206):
+                self._raise_for(path, response)
+            if response.status == 200:
+                part.restart()
+            elif not response.headers.get("Content-Range", "").startswith(f"bytes {part.have}-"):
+                part.restart()
+                raise CoordinatorUnreachableError(f"{self.url}{path}: answered with another range than was asked for")
+            if not re.fullmatch("[0-9a-f]{64}", named):
+                raise HttpRefusedError(self.url + path, response.status, "its ETag is no sha256")
+            if not re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", "")):
+                raise HttpRefusedError(self.url + path, response.status, "it has no Content-Length")
+            end = part.have + int(response.headers["Content-Length"])
+            part.fill(_body(response))
+            if part.have != end:
+                raise CoordinatorUnreachableError(f"{self.url}{path}: the connection was cut")
+        return named
+
+    @staticmethod
+    def _checked(kind: type[T], given: Json) -> T:
+        """An agent checks all that a coordinator says before it notes, writes or names anything of it."""
+        try:
+            return read(kind, given, "answer")
+        except (ConfigError, RecursionError) as error:
+            what = one_line(str(error))[:REASON_LENGTH]
+            raise CoordinatorUnreachableError(
+                f"the coordinator's answer is none that this agent knows: {what}"
+            ) from None
+
+    def _offset(self, place: str, total: int, answer: Mapping[str, Any]) -> int:
+        have = answer.get("offset")
+        if type(have) is not int or not 0 <= have <= total:
+            raise HttpRefusedError(
+                self.url + place, 200, f"claims to have {str(have)[:40]!r} of {total:,} bytes; is it another file?"
+            )
+        return have
+
+    def _ask(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Json:
+        with self._request(method, path, headers, body) as response:
+            if response.status not in (200, 202):
+                self._raise_for(path, response)
+            answer = _json_object(response.read(ANSWER_BYTES + 1))
+            if answer is None:
+                raise CoordinatorUnreachableError(
+                    f"{self.url}{path}: its answer is no JSON object; is it a coordinator?"
+                )
+            return answer
+
+    def _raise_for(self, path: str, response: BaseHTTPResponse) -> NoReturn:
+        content = response.read(BUFFER_BYTES)
+        answer = _json_object(content) or {}
+        told = next((str(answer[key]) for key in ("reason", "error", "detail") if key in answer), "")
+        reason = (" ".join((told or content[:300].decode(errors="replace")).split()) or "no reason given")[:300]
+        if response.status >= 500 or response.status in LATER:
+            raise CoordinatorBusyError(f"{self.url}{path}: cannot serve now ({response.status}): {reason}", reason)
+        raise HttpRefusedError(self.url + path, response.status, reason, answer)
+
+    def _unreachable(self, error: BaseException) -> CoordinatorUnreachableError:
+        causes = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        for cause in causes:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return CoordinatorUntrustedError(
+                    f"{self.url}: its certificate is not trusted ({cause.verify_message}); if it is the right one, "
+                    "name its file as `ca`"
+                )
+        why = " ".join(str(causes[-1]).split())[:300] or type(causes[-1]).__name__
+        return CoordinatorUnreachableError(f"{self.url}: cannot be reached: {why}")
+
+    @contextmanager
+    def _request(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Iterator[BaseHTTPResponse]:
+        """The answer, with its body still to be read; whatever goes wrong with the wire is `Unreachable`."""
+        sent = {"User-Agent": f"fedqueue/{__version__}", "FedQueue-Protocol": str(PROTOCOL), **headers}
+        if self.credential is not None:
+            sent["Authorization"] = f"Bearer {self.credential}"
+        response: BaseHTTPResponse | None = None
+        try:
+            # Redirects are refused: the credential goes to no other place than the one that was configured.
+            options = {"headers": sent, "body": body, "redirect": False, "preload_content": False}
+            response = self._pool.request(method, self.url + path, **options)
+            yield response
+            response.drain_conn()
+            response.release_conn()
+            response = None
+        except (HTTPError, HTTPException, OSError) as error:
+            raise self._unreachable(error) from None
+        finally:
+            if response is not None:  # its connection is in the middle of something
+                response.close()
+
+
+class _Tries:
+    """Counts tries in a row without progress, and pauses between them."""
+
+    def __init__(self, most: int, backoff: float, longest: float) -> None:
+        self._most, self._backoff, self._longest = most, backoff, longest
+        self._failures, self._best = 0, 0
+
+    def progress(self, have: int) -> None:
+        if have > self._best:
+            self._failures, self._best = 0, have
+
+    def failed(self, error: TransportError) -> None:
+        self._failures += 1
+        if self._failures > self._most:
+            raise error
+        time.sleep(min(self._longest, self._backoff * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0))
+
+
+def _pieces(file: int, place: int, length: int, buffer: bytearray) -> Iterator[memoryview]:
+    """`length` bytes of a file, through one buffer: each piece is to be used before the next is asked for."""
+    view = memoryview(buffer)
+    end = place + length
+    while place < end:
+        try:
+            count = os.preadv(file, [view[: end - place]], place)
+        except OSError as error:
+            raise StorageError(f"an update cannot be read: {error.strerror}") from None
+        if count == 0:
+            raise StorageError("an update became shorter while it was sent")
+        yield view[:count]
+        place += count
+
+
+def _body(response: BaseHTTPResponse) -> Callable[[memoryview], int]:
+    """Reads what is left of a body into a buffer. It goes past urllib3, which makes a new object of each piece;
+    so urllib3 cannot tell whether all of it came."""
+    assert isinstance(response, HTTPResponse)
+    response.enforce_content_length = False
+    read_into: Callable[[memoryview], int] = response._fp.readinto  # type: ignore[union-attr]
+    return read_into
+
+
+def _json_object(content: bytes) -> Json | None:
+    if len(content) > ANSWER_BYTES:
+        return None
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _text(said: str | None) -> str | None:
+    return None if said is None else one_line(said)[:REASON_LENGTH]
+
+
+# Where the coordinator is, what is trusted to be it, and the proxy on the way -----------------------------------
+
+
+def _coordinator_url(url: str) -> Url:
+    try:
+        parsed = parse_url(url)
+    except (LocationParseError, LocationValueError):
+        raise ConfigError(f"coordinator URL {url!r} is no URL; it looks like https://host:8443") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"coordinator URL {url!r} must begin with https:// and name a host")
+    if parsed.auth or parsed.query or parsed.fragment:
+        raise ConfigError(f"coordinator URL {parsed._replace(auth=None).url!r} must have no user, '?' or '#'")
+    if parsed.scheme == "http" and not is_loopback(parsed.host):
+        raise ConfigError(f"coordinator URL {url!r}: plain http is for loopback only; use https")
+    return parsed
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext:
+    """Verifies the chain and the host's name; with `ca`, that file alone is trusted, be it an authority or a pin."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError):
+        raise ConfigError(f"{ca}: cannot be read as PEM certificates; give the coordinator's certificate") from None
+    if ca is not None:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not be its own issuer
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _proxy_for(url: Url, proxy: str | None) -> Url | None:
+    """The proxy to go through: the one given, or that of HTTPS_PROXY unless NO_PROXY names the host."""
+    host = url.host or ""
+    if url.scheme == "http":
+        if proxy is not None:
+            raise ConfigError(f"plain http to {host} cannot go through a proxy; use https")
+        return None
+    if proxy is None:
+        environment = getproxies_environment()
+        where = host.strip("[]") if url.port is None else f"{host.strip('[]')}:{url.port}"
+        found = environment.get("https") or environment.get("all")
+        if not found or proxy_bypass(where):
+            return None
+        proxy = found
+    try:
+        parsed = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+    except (LocationParseError, LocationValueError):
+        raise ConfigError("the proxy's URL cannot be read; it looks like http://proxy.site:3128") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError("the proxy's URL must begin with http:// or https:// and name a host")
+    return parsed
