@@ -521,7 +521,7 @@ def test_intervals_are_those_of_students_t(seeds: int) -> None:
     assert found.mean is not None
     assert found.half_width is not None
     low, high = scipy.stats.t.interval(0.95, seeds - 1, found.mean, scipy.stats.sem(values))
-    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high), rel=2e-4)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high), rel=1e-12)
 
 
 def test_results_file_has_one_run_a_line_and_reads_back(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, inf, prod
+from math import inf, prod
 from statistics import fmean, median
 from typing import Any, Final, Literal
+
+from scipy.stats import binom, binomtest
 
 from fedqueue.comparison import estimate
 from fedqueue_reproduction.experiment import Claim, Experiment, matches, setting_text
@@ -145,11 +147,7 @@ def _median_place(count: int) -> int:
     >>> _median_place(5), _median_place(10)
     (0, 1)
     """
-    below, place = 1, 0
-    while place < count // 2 and 2 * (below + comb(count, place + 1)) * 0.5**count <= LEVEL:
-        place += 1
-        below += comb(count, place)
-    return place
+    return max(0, int(binom.ppf(LEVEL / 2, count, 0.5)) - 1)
 
 
 def sign_test(ahead: int, behind: int) -> float:
@@ -158,8 +156,7 @@ def sign_test(ahead: int, behind: int) -> float:
     >>> sign_test(6, 0)
     0.03125
     """
-    count, fewer = ahead + behind, min(ahead, behind)
-    return min(1.0, 2 * sum(comb(count, i) for i in range(fewer + 1)) * 0.5**count)
+    return float(binomtest(ahead, ahead + behind).pvalue) if ahead + behind else 1.0
 
 
 @dataclass(frozen=True, slots=True)

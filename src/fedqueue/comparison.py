@@ -7,34 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from functools import cache
+from math import atan, cos, pi, sin, sqrt
 from statistics import fmean, stdev
-from typing import Any, Final
+from typing import Any
 
 Summary = Mapping[str, Any]
 
-# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom.
-_T95: Final = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-_Z95: Final = 1.959963984540054  # the normal value, which t comes to
 
-
+@cache
 def t95(degrees: int) -> float:
-    """Student's t, two-sided 95 %. Beyond the table its expansion around the normal value is right to five decimals.
+    """Student's t, two-sided 95 %, by halving the range in which it lies: exact, and without scipy.
 
-    >>> t95(4), round(t95(31), 3), round(t95(100), 3)
-    (2.776, 2.04, 1.984)
+    >>> [round(t95(degrees), 6) for degrees in (1, 4, 31, 100)]
+    [12.706205, 2.776445, 2.039513, 1.983972]
     """
-    if degrees <= len(_T95):
-        return _T95[degrees - 1]
-    z, n = _Z95, float(degrees)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / n + second / n**2 + third / n**3
+    low, high = 1.9, 13.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _share_within(middle, degrees) < 0.95 else (low, middle)
+    return middle
+
+
+def _share_within(t: float, degrees: int) -> float:
+    """Of Student's distribution, between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle, odd = atan(t / sqrt(degrees)), degrees % 2 == 1
+    term = cos(angle) if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 if odd else 1, degrees - 2, 2):
+        term *= k / (k + 1) * cos(angle) ** 2
+        total += term
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,15 +42,7 @@ class Agents:
     @contextmanager
     def beside(self, coordinator: Coordinator, access: Access, address: Address) -> Iterator[None]:
         for facility in self._config.facility:
-            home = self._home(facility.name)
-            credential = access.give(facility.name)
-            Enrolment(
-                url=address.url,
-                facility=facility.name,
-                credential=credential,
-                certificate=address.certificate,
-                run=address.run,
-            ).save(home)
+            home = enrol(self._folder, facility.name, access, address)
             (home / "agent.toml").write_text(self._toml(facility))
         self._stopped.clear()
         watch = threading.Thread(target=self._watch, args=(coordinator,), name="agents", daemon=True)
@@ -67,9 +59,6 @@ class Agents:
         for process in list(self._processes.values()):
             process.kill()
 
-    def _home(self, name: str) -> Path:
-        return self._folder / "facilities" / name
-
     def _watch(self, coordinator: Coordinator) -> None:
         while True:
             for facility in self._config.facility:
@@ -77,7 +66,7 @@ class Agents:
                 if process is not None and process.poll() not in (None, 0):
                     if self._stopped.wait(2.0):  # Ctrl-C reaches it before us
                         return
-                    log = self._home(facility.name) / "agent.log"
+                    log = home_of(self._folder, facility.name) / "agent.log"
                     coordinator.say(f"the agent of {facility.name} died; starting it again; see {log}")
                 if (process is None or process.poll() not in (None, 0)) and not self._stopped.is_set():
                     self._processes[facility.name] = self._start(facility.name)
@@ -85,8 +74,8 @@ class Agents:
                 return
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
-        home = self._home(name)
-        _end_left_behind(home)
+        home = home_of(self._folder, name)
+        end_left_behind(home)
         with (home / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedqueue", "agent", str(home / "agent.toml")],
@@ -111,35 +100,61 @@ class Agents:
         self._processes.clear()
 
     def _toml(self, facility: FacilitySettings) -> str:
-        agent: dict[str, Any] = {
-            "home": str(self._home(facility.name)),
-            "command": self._command(),
-            "evaluate_command": self._command(),
-            "poll_seconds": self._config.worker.poll_seconds,
-            "grace_seconds": GRACE_SECONDS,
-            "stage_worker": self._config.worker.command is not None,
-        }
-        if self._config.worker.command is None:
-            agent["environment"] = {"PYTHONPATH": _python_path()}
+        agent = agent_settings(self._config, self._folder, home_of(self._folder, facility.name))
         return _table("agent", agent) + _table("scheduler", self._scheduler(facility))
-
-    def _command(self) -> str:
-        if self._config.worker.command is not None:
-            return f"cd {shlex.quote(self._config.folder)} && {self._config.worker.command}"
-        return shlex.join([sys.executable, "-m", "fedqueue.training.job", str(self._folder / TASK)])
 
     def _scheduler(self, facility: FacilitySettings) -> Mapping[str, Any]:
         if facility.scheduler is not None:
             return {key: value for key, value in vars(facility.scheduler).items() if value is not None}
-        waits: list[float] = []
-        if facility.queue is not None:
-            folder = Path(self._config.folder)
-            waiting = make_queue(facility.queue, facility=facility.name, seed=self._config.run.seed, folder=folder)
-            waits = [round(waiting.delay(number, 0, 0.0), 3) for number in range(WAITS)]
-        return {"kind": "local", "slots": facility.slots, "extra_waits": waits}
+        return {"kind": "local", "slots": facility.slots, "extra_waits": extra_waits(self._config, facility)}
 
 
-def _end_left_behind(home: Path) -> None:
+def home_of(folder: Path, name: str) -> Path:
+    return folder / "facilities" / name
+
+
+def enrol(folder: Path, name: str, access: Access, address: Address) -> Path:
+    """The home of a facility, which has its credential then."""
+    home = home_of(folder, name)
+    Enrolment(
+        url=address.url,
+        facility=name,
+        credential=access.give(name),
+        certificate=address.certificate,
+        run=address.run,
+    ).save(home)
+    return home
+
+
+def agent_settings(config: Config, folder: Path, home: Path) -> dict[str, Any]:
+    """The table `agent` of its config."""
+    own = config.worker.command
+    command = shlex.join(task_job(folder)) if own is None else f"cd {shlex.quote(config.folder)} && {own}"
+    agent: dict[str, Any] = {
+        "home": str(home),
+        "command": command,
+        "evaluate_command": command,
+        "poll_seconds": config.worker.poll_seconds,
+        "grace_seconds": GRACE_SECONDS,
+        "stage_worker": own is not None,
+    }
+    return agent if own is not None else {**agent, "environment": {"PYTHONPATH": _python_path()}}
+
+
+def task_job(folder: Path) -> list[str]:
+    """The job that trains the run's task."""
+    return [sys.executable, "-m", "fedqueue.training.job", str(folder / TASK)]
+
+
+def extra_waits(config: Config, facility: FacilitySettings) -> list[float]:
+    """What the facility's queue in the config makes its jobs wait."""
+    if facility.queue is None:
+        return []
+    waiting = make_queue(facility.queue, facility=facility.name, seed=config.run.seed, folder=Path(config.folder))
+    return [round(waiting.delay(number, 0, 0.0), 3) for number in range(WAITS)]
+
+
+def end_left_behind(home: Path) -> None:
     """The agent of a coordinator that was killed lives on, calls an address that is no more, and has the lease. It
     forgets nothing by being killed."""
     try:

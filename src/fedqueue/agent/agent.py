@@ -25,6 +25,7 @@ from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.model_cache import ModelCache
 from fedqueue.agent.schedulers import (
     JobRequest,
+    Scheduler,
     SchedulerUnreachableError,
     SubmitRefusedError,
     make_scheduler,
@@ -61,8 +62,10 @@ class Agent:
         transport: Transport,
         *,
         run: str = "",
+        scheduler: Scheduler | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`scheduler`: instead of the one that the config names."""
         home.mkdir(parents=True, exist_ok=True)
         (home / "state").mkdir(exist_ok=True)
         self._lease = Lease(home, max(LEAST_LEASE, 3 * config.agent.poll_seconds))
@@ -70,7 +73,7 @@ class Agent:
         self._reached = False  # the coordinator, in this turn
         self._met = False  # the coordinator, since we started
         self._transport = transport
-        scheduler = make_scheduler(config.scheduler, home)
+        scheduler = scheduler or make_scheduler(config.scheduler, home)
         worker = stage_worker(home) if config.agent.stage_worker else None
         self._station = Station(config, home, facility, scheduler, Notes(home), say, run=run, worker=worker)
         self._model_cache = ModelCache(home, transport, self._station.clock, self._station.trouble)

@@ -62,7 +62,7 @@ class _Line:
 class Screen:
     """A view of the run's state: shows what a person wants to know."""
 
-    def __init__(self, config: Config, *, quiet: bool, served: bool = False) -> None:
+    def __init__(self, config: Config, *, quiet: bool, served: bool = False, plain: bool = False) -> None:
         self._config = config
         self._quiet = quiet
         self._stamps = served  # its lines are a log of days
@@ -80,7 +80,7 @@ class Screen:
         self._held: set[bool] = set()  # True: by a fault, False: by an operator
         self._lock = threading.Lock()
         self._out = console(stderr=True)
-        self.fancy = self._out.is_terminal and not quiet
+        self.fancy = self._out.is_terminal and not quiet and not plain
 
     def say(self, line: str) -> None:
         with self._lock:
@@ -203,9 +203,9 @@ def news(told: Event | Command) -> Iterator[str]:
 
 
 @contextmanager
-def following(config: Config, *, quiet: bool, served: bool = False) -> Iterator[Screen]:
-    """`served`: it says nothing of what happened until its `past` is set to False."""
-    screen = Screen(config, quiet=quiet, served=served)
+def following(config: Config, *, quiet: bool, served: bool = False, plain: bool = False) -> Iterator[Screen]:
+    """`served`: it says nothing of what happened until its `past` is set to False. `plain`: no table."""
+    screen = Screen(config, quiet=quiet, served=served, plain=plain)
     if screen.fancy:
         with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
             yield screen

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_changes(parser)
     parser.add_argument("--strategy", metavar="NAME", help="instead of the config's run.strategy")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object and nothing else")
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument("--json", action="store_true", help="print the summary as one JSON object and nothing else")
+    told.add_argument("--debug", action="store_true", help="all in this process, jobs too, so that breakpoints work")
     common.add_out(parser)
     common.add_plots(parser)
 
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         folder = args.config
         if args.changes or args.strategy or args.out:
             raise ConfigError(f"{folder}: a run goes on as it began; begin another to change something")
-        summary = here(config, folder, quiet=args.json)
+        summary = here(config, folder, quiet=args.json, debugged=args.debug)
     else:
         from fedqueue.coordinator.run_folder import store_config
         from fedqueue.coordinator.server import ADDRESS
@@ -46,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         with new_folder(args.out, f"{config.run.name}-{config.run.strategy}-real", kept_with=ADDRESS) as folder:
             folder = folder.absolute()
             store_config(folder, tree, args.config.parent)
-            summary = here(config, folder, quiet=args.json)
+            summary = here(config, folder, quiet=args.json, debugged=args.debug)
     if summary is None:
-        print(f"stopped; go on with it: fedqueue run {folder}")
+        print(f"stopped; go on with it: fedqueue run {folder}{' --debug' if args.debug else ''}")
         return 130
     if args.plots:
         from fedqueue.report import run_plots
@@ -71,7 +73,7 @@ def begin(path: Path, changes: list[str]) -> tuple[Config, dict[str, Any] | None
     return parse(tree, where=str(path), folder=path.parent), tree
 
 
-def here(config: Config, folder: Path, *, quiet: bool) -> dict[str, Any] | None:
+def here(config: Config, folder: Path, *, quiet: bool, debugged: bool = False) -> dict[str, Any] | None:
     """Coordinate it in this process; None: interrupted, and can go on."""
     from fedqueue.coordinator.serve import coordinate
     from fedqueue.one_machine import Agents
@@ -79,6 +81,11 @@ def here(config: Config, folder: Path, *, quiet: bool) -> dict[str, Any] | None:
     # Any port: only this run's own agents call it.
     server = dataclasses.replace(config.server, host="127.0.0.1", port=0, wait_for=None)
     config = dataclasses.replace(config, server=server)
+    if debugged:
+        from fedqueue.debugging import debug
+
+        with live.following(config, quiet=quiet, plain=True) as screen:
+            return debug(config, folder.absolute(), views=[screen], say=screen.say)
     agents = Agents(config, folder.absolute())
     with live.following(config, quiet=quiet) as screen, common.until_interrupted(agents.kill) as interrupted:
         return coordinate(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -62,7 +62,11 @@ def store_task(config: Config, folder: Path) -> None:
     write_json(folder / TASK, dataclasses.asdict(stored))
 
 
-def ensure_ledger(config: Config, folder: Path) -> None:
+MakeModel = Callable[[Config, Path, Path], Sequence[int]]
+"""Has the task of the run in a folder make its first model in a file; the sizes of the facilities' data."""
+
+
+def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_model) -> None:
     """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
     from fedqueue.coordinator.server import ADDRESS  # needs an extra, of which `stored_config` must be able to tell
 
@@ -76,7 +80,7 @@ def ensure_ledger(config: Config, folder: Path) -> None:
         )
     for left in (path, *folder.glob(f"{FILE}-*")):
         left.unlink(missing_ok=True)
-    digest, sizes = _first(config, folder)
+    digest, sizes = _first(config, folder, make_model)
     plan = make_plan(config, sizes)
     meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
     first = Store(folder).path(digest)
@@ -128,7 +132,7 @@ def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
     )
 
 
-def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
+def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Sequence[int] | None]:
     """The digest of version 0, which is in the store then, and the sizes of the facilities' data where known."""
     store = Store(folder)
     raw, chosen = store.scratch("first"), store.scratch("chosen")
@@ -144,7 +148,7 @@ def _first(config: Config, folder: Path) -> tuple[str, Sequence[int] | None]:
     elif config.worker.command is not None:
         raise ConfigError("model.initial: is missing; with a worker.command of your own, name a safetensors file")
     else:
-        sizes = first_model(config, folder, raw)
+        sizes = make_model(config, folder, raw)
     must_match(config.model.roles, tensorfile.read_header(raw).entries)
     digest = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
     store.keep(chosen, digest)

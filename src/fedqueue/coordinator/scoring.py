@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fedqueue import tensorfile
 from fedqueue.config import Config
@@ -30,21 +30,32 @@ TRIES: Final = 2  # of one model, before the run goes on without its score
 def make_scorer(config: Config, folder: Path) -> Callable[[Coordinator], Scorer] | None:
     """None: nothing is scored beside the coordinator."""
     evaluation = config.evaluation
-    if evaluation.where != "coordinator":
+    if not is_scored_here(config):
         return None
     if evaluation.command is not None:
         command = ["/bin/bash", "-c", evaluation.command]
-        return lambda coordinator: _Scorer(coordinator, _OneByOne(command, config), evaluation.timeout_seconds)
-    if config.task.name == "timing" or config.worker.command is not None:
-        return None
+        return lambda coordinator: ScoringThread(coordinator, _OneByOne(command, config), evaluation.timeout_seconds)
     argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / TASK)]
-    return lambda coordinator: _Scorer(coordinator, _Standing(argv, folder), evaluation.timeout_seconds)
+    return lambda coordinator: ScoringThread(coordinator, _Standing(argv, folder), evaluation.timeout_seconds)
 
 
-class _Scorer:
+def is_scored_here(config: Config) -> bool:
+    has_scores = config.task.name != "timing" and config.worker.command is None
+    return config.evaluation.where == "coordinator" and (config.evaluation.command is not None or has_scores)
+
+
+class Way(Protocol):
+    """To the score of a model."""
+
+    def ask(self, version: int, model: Path, timeout: float) -> dict[str, float | None]: ...
+
+    def stop(self) -> None: ...
+
+
+class ScoringThread:
     """One thread that asks for one score at a time, of the newest model: what became older meanwhile is skipped."""
 
-    def __init__(self, coordinator: Coordinator, way: _Standing | _OneByOne, timeout_seconds: float) -> None:
+    def __init__(self, coordinator: Coordinator, way: Way, timeout_seconds: float) -> None:
         self._coordinator = coordinator
         self._way = way
         self._timeout = timeout_seconds
@@ -89,7 +100,7 @@ class _Scorer:
         self._coordinator.ask(lambda: self._coordinator.scored(version, metrics))
 
 
-def _metrics(given: Any) -> dict[str, float | None]:
+def read_metrics(given: Any) -> dict[str, float | None]:
     """Numbers by name, one of them "score"; null stands for one that is not finite."""
     if not isinstance(given, dict) or "score" not in given:
         raise ValueError('metrics must be a JSON object with at least "score"')
@@ -119,7 +130,7 @@ class _Standing:
             timer.cancel()
         if not answer:
             raise ValueError(f"the scorer ended; see {self._log.name} in the run folder")
-        return _metrics(json.loads(answer)["metrics"])
+        return read_metrics(json.loads(answer)["metrics"])
 
     def stop(self) -> None:
         self._stopped = True
@@ -177,13 +188,13 @@ class _OneByOne:
         lines = done.stdout.strip().splitlines()
         if done.returncode != 0 or not lines:
             raise ValueError(f"the evaluation command ended with exit code {done.returncode}: {done.stderr[-300:]}")
-        return _metrics(json.loads(lines[-1]))
+        return read_metrics(json.loads(lines[-1]))
 
     def stop(self) -> None:
         pass
 
 
-def first_model(config: Config, folder: Path, target: Path) -> Sequence[int] | None:
+def first_model(config: Config, folder: Path, target: Path) -> Sequence[int]:
     """Have the task make the first model; the sizes of the facilities' data."""
     argv = [sys.executable, "-m", "fedqueue.training.scorer", str(folder / TASK), str(target)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ from typing import Final
 from fedqueue import plugins
 from fedqueue.config import Config
 from fedqueue.coordinator.access import Access
-from fedqueue.coordinator.coordinator import Coordinator
+from fedqueue.coordinator.coordinator import Coordinator, Scorer
 from fedqueue.coordinator.run_folder import ensure_ledger, finish
 from fedqueue.coordinator.scoring import make_scorer
 from fedqueue.coordinator.server import excusing, listen, serving
@@ -43,6 +43,7 @@ def coordinate(
     *,
     plain: bool,
     beside: Beside,
+    make_scorer: Callable[[Config, Path], Callable[[Coordinator], Scorer] | None] = make_scorer,
     views: Sequence[View] = (),
     say: Callable[[str], None] = lambda line: None,
     until: Callable[[], bool] = lambda: False,

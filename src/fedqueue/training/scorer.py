@@ -10,30 +10,46 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedqueue.protocol.roles import declaration
 from fedqueue.training.settings import StoredTask
 
+if TYPE_CHECKING:
+    from fedqueue.training.tasks import Task
+
 
 def main(arguments: list[str]) -> int:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    from fedqueue.training.tasks import make_task
-
-    stored = StoredTask.load(Path(arguments[0]))
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the task prints is not an answer
-    task = make_task(stored.task, len(stored.facilities), stored.seed)
+    task = load_task(Path(arguments[0]))
     if len(arguments) > 1:
-        save_file(task.initial_model(), arguments[1], metadata=declaration(task.declared_roles()))
-        print(json.dumps({"sizes": task.data_sizes()}), file=answers)
+        print(json.dumps({"sizes": write_first_model(task, Path(arguments[1]))}), file=answers)
         return 0
     for line in sys.stdin:
         asked = json.loads(line)
         metrics = task.score(load_file(asked["model"]))
         print(json.dumps({"version": asked["version"], "metrics": metrics}), file=answers, flush=True)
     return 0
+
+
+def load_task(path: Path) -> Task:
+    from fedqueue.training.tasks import make_task
+
+    stored = StoredTask.load(path)
+    return make_task(stored.task, len(stored.facilities), stored.seed)
+
+
+def write_first_model(task: Task, target: Path) -> Sequence[int]:
+    """The sizes of the facilities' data."""
+    from safetensors.torch import save_file
+
+    save_file(task.initial_model(), target, metadata=declaration(task.declared_roles()))
+    return task.data_sizes()
 
 
 if __name__ == "__main__":
