@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from fedqueue.cli import main
@@ -19,6 +21,18 @@ from fedqueue.sim.runner import simulate
 Trace = list[tuple[Event, list[Command]]]
 
 STRATEGY_NAMES = ("fedqueue", "jit", "fedavg", "fedasync", "fedbuff", "fedcompass")
+
+
+# How long an example takes says nothing about the code on a machine that others use too.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    """Tests interrupt the programs that they start; who is started by a shell in the background would pass on that it
+    hears no interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -70,7 +70,7 @@ class GridEngine:
 
     def call(self, name: str, *arguments: str) -> str:
         argv = [str(PROGRAMS / name), *arguments]
-        return subprocess.run(argv, env=self.env, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(argv, env=self.env, check=True, capture_output=True, text=True, timeout=600).stdout
 
     def start(self) -> None:
         self._make_cell()
@@ -113,7 +113,7 @@ class GridEngine:
     def clear(self) -> None:
         """End every job and wait until none is left."""
         user = getpass.getuser()
-        subprocess.run([PROGRAMS / "qdel", "-u", user], env=self.env, capture_output=True, timeout=60)
+        subprocess.run([PROGRAMS / "qdel", "-u", user], env=self.env, capture_output=True, timeout=600)
         wait_for(lambda: not self.call("qstat", "-u", user), 60.0, "an empty queue", self.log)
 
     def log(self) -> str:
@@ -161,7 +161,7 @@ class GridEngine:
 
     def _answers(self) -> bool:
         return (
-            subprocess.run([PROGRAMS / "qconf", "-sh"], env=self.env, capture_output=True, timeout=60).returncode == 0
+            subprocess.run([PROGRAMS / "qconf", "-sh"], env=self.env, capture_output=True, timeout=600).returncode == 0
         )
 
     def _spawn(self, name: str) -> None:

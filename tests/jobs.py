@@ -146,7 +146,7 @@ def torchrun(tmp_path: Path, environment: dict[str, str], body: str) -> subproce
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -143,7 +143,7 @@ class Cluster:
     # What goes on -------------------------------------------------------------------------------------------
 
     def call(self, *argv: str) -> str:
-        return subprocess.run(argv, env=self.env, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(argv, env=self.env, check=True, capture_output=True, text=True, timeout=600).stdout
 
     def node_states(self) -> list[str]:
         answer = subprocess.run(
@@ -151,7 +151,7 @@ class Cluster:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         return answer.stdout.split() if answer.returncode == 0 else []
 

@@ -110,12 +110,12 @@ class SlurmRun(Run):
     def up(self, facility: str, node: str) -> None:
         """No error if it came back by itself."""
         argv = ["scontrol", "update", f"nodename={node}", "state=resume"]
-        subprocess.run(argv, env=self.sites[facility].env, capture_output=True, timeout=60, check=False)
+        subprocess.run(argv, env=self.sites[facility].env, capture_output=True, timeout=600, check=False)
 
     def forgets(self, facility: str, number: str) -> bool:
         """Whether Slurm no longer knows this job."""
         argv = ["scontrol", "show", "job", number]
-        answer = subprocess.run(argv, env=self.sites[facility].env, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(argv, env=self.sites[facility].env, capture_output=True, text=True, timeout=600)
         return "Invalid job id" in answer.stderr
 
     def processes(self, facility: str, job: int = 0) -> list[int]:

@@ -239,7 +239,7 @@ def test_interrupted_run_stops_at_once_keeps_its_ledger_and_leaves_no_process(
     while not (ledger.exists() and ledger.stat().st_size > 500_000) and time.monotonic() < give_up:
         time.sleep(0.05)
     os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "fedqueue: stopped"

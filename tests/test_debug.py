@@ -177,7 +177,7 @@ def begin(
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> str:
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == code, out
     return out
 

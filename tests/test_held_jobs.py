@@ -23,7 +23,7 @@ Call = Callable[..., object]
 def pbs(folder: Path) -> Iterator[tuple[dict[str, Any], Call]]:
     with stand_in(folder) as made:
         settings = {"kind": "pbs", "bin": str(made.bin), "extra": ["-h"]}
-        yield settings, lambda name, *rest: subprocess.run([made.bin / name, *rest], check=True, timeout=60)
+        yield settings, lambda name, *rest: subprocess.run([made.bin / name, *rest], check=True, timeout=600)
 
 
 @contextmanager

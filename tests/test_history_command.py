@@ -190,7 +190,7 @@ def test_log_that_may_not_be_read_is_named_with_what_to_do(arguments: list[str],
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             preexec_fn=without_privileges,
         )
     finally:

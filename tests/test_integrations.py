@@ -37,7 +37,7 @@ def run(folder: Path, *command: str | Path, environment: dict[str, str] | None =
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     check_ended(job)
 

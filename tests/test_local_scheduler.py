@@ -103,5 +103,5 @@ def test_process_of_a_job_loads_nothing_but_a_little_of_the_standard_library() -
         f"runpy.run_path({localjob.__file__!r}); "
         "print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
     )
-    answer = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=600)
     assert set(answer.stdout.split()) <= {"__main__"}, answer.stderr

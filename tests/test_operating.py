@@ -99,7 +99,7 @@ class Machine:
             self.running.append((command, process))
             return ""
         done = subprocess.run(
-            ["bash", "-c", command], cwd=self.where, env=self.environment, capture_output=True, text=True, timeout=120
+            ["bash", "-c", command], cwd=self.where, env=self.environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{self.name}$ {command}\n{done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
@@ -124,7 +124,7 @@ def cron(machine: Machine) -> Iterator[None]:
             table = machine.home / "crontab"
             for line in table.read_text().splitlines() if table.exists() else []:
                 command = line.split(maxsplit=5)[5]
-                subprocess.run(["bash", "-c", command], cwd=machine.home, env=machine.environment, timeout=120)
+                subprocess.run(["bash", "-c", command], cwd=machine.home, env=machine.environment, timeout=600)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -176,7 +176,7 @@ class Follower:
     def status(self) -> dict[str, Any]:
         """Empty: it does not answer."""
         argv = [sys.executable, "-m", "fedqueue", "status", str(self.run), "--json"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def wait(self, true: Callable[[dict[str, Any]], bool], what: str) -> None:
@@ -280,7 +280,7 @@ def test_units_of_the_page_are_sound(unit: str, tmp_path: Path) -> None:
     (home / "study").mkdir()
     environment = {**os.environ, "HOME": str(home), "XDG_RUNTIME_DIR": str(tmp_path)}
     argv = ["systemd-analyze", "verify", "--user", str(UNITS / unit)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -288,7 +288,7 @@ with fedqueue.participate() as work:
     job = run_script(tmp_path, make_job(tmp_path, steps=10**9), body)
     wait_for(tmp_path / "training", job)
     job.send_signal(signal.SIGTERM)
-    _, errors = job.communicate(timeout=30)
+    _, errors = job.communicate(timeout=600)
     assert job.returncode == 0, errors
     assert result_of(tmp_path)["stopped_by"] == "signal"
     assert result_of(tmp_path)["steps_done"] >= 4
@@ -309,7 +309,7 @@ with fedqueue.participate() as work:
     work.submit({"w": numpy.ones((2, 3)), "b": numpy.ones(3)})
 """
     job = run_script(tmp_path, make_job(tmp_path), body)
-    job.communicate(timeout=30)
+    job.communicate(timeout=600)
     assert job.returncode == -signal.SIGKILL
     assert (tmp_path / "jobs/3/attempt-0/update.safetensors").exists()
     assert not has_result(tmp_path)

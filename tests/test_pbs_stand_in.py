@@ -41,7 +41,7 @@ def site(pbs: StandIn, tmp_path: Path) -> Site:
 
 
 def call(pbs: StandIn, command: str, *arguments: str) -> None:
-    subprocess.run([pbs.bin / command, *arguments], check=True, timeout=60)
+    subprocess.run([pbs.bin / command, *arguments], check=True, timeout=600)
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def fedqueue(installed: Path, folder: Path, *arguments: str) -> subprocess.Compl
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -88,7 +88,7 @@ def run(config: Path, *changes: str) -> tuple[dict[str, Any], Path]:
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--json", "--no-plots", "--out", str(folder)]
     if changes:
         argv += ["--set", *changes]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     replay(folder)
     check_journals(folder)
@@ -107,7 +107,7 @@ def test_one_more_field_as_the_page_adds_it_reaches_the_script(config: Path) -> 
     worker.write_text(f"{worker.read_text()}    open({str(told)!r}, 'w').write(f'{{work.round}} of {{work.rounds}}')\n")
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--set", "run.rounds=1"]
     done = subprocess.run(
-        argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=120
+        argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert told.read_text() == "0 of 1"
@@ -250,14 +250,14 @@ def test_interrupted_run_goes_on_where_it_was(config: Path) -> None:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     wait_for(lambda: models(folder) >= 2, 60.0, "two models")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     assert f"fedqueue run {folder}" in out
     done = subprocess.run(
         [sys.executable, "-m", "fedqueue", "run", str(folder), "--json", "--no-plots"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert json.loads(done.stdout)["rounds"] == 6
@@ -282,7 +282,7 @@ def test_training_command_that_fails_is_told_in_one_line_and_the_run_ends(config
     (config.parent / "worker.py").write_text("raise SystemExit(3)")
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", "run"]
     changes = ["failures.max_attempts=1", "failures.suspend_seconds=0.1", "failures.max_suspensions=0"]
-    done = subprocess.run([*argv, "--set", *changes], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*argv, "--set", *changes], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     with LedgerReader(Path("run") / FILE) as ledger:
         assert ledger.meta["stopped"] == "no facility is left"
@@ -309,14 +309,14 @@ def test_run_folder_has_one_coordinator(config: Path) -> None:
             [sys.executable, "-m", "fedqueue", "run", str(folder)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         assert second.returncode == 5
         assert "at work already" in second.stderr
     finally:
         os.kill(process.pid, signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=600)
 
 
 def test_job_whose_wall_time_holds_no_step_says_so_and_its_agent_asks_for_more(config: Path) -> None:
@@ -356,7 +356,7 @@ def test_scorer_that_is_behind_goes_on_with_the_newest_model_and_says_so(config:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: models(folder) >= 4, 60.0, "all models", every=0.1)
     over.touch()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     assert (config.parent / "asked").read_text().split() == ["0", "4"], "the last one is always scored"
     assert "3 models, 1 to 3, passed over without a score" in out

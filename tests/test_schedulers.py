@@ -183,7 +183,7 @@ def test_job_of_an_agent_that_was_killed_right_after_submitting_is_found_by_its_
         f"scheduler.submit({request!r})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    agent = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
+    agent = subprocess.run([sys.executable, "-c", program], timeout=600, capture_output=True, text=True)
     assert agent.returncode == -signal.SIGKILL, agent.stderr
     job_id = site.scheduler.find(request.name)
     assert job_id is not None

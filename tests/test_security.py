@@ -79,7 +79,7 @@ def cli(*words: str, said: str | None = None, folder: Path | None = None) -> sub
         stdin=subprocess.DEVNULL if said is None else None,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         cwd=folder,
         check=False,
     )
@@ -673,7 +673,7 @@ _ALLOWED = {
     # The names are the user's own: run.modules of the config on the coordinator, never of a message.
     ("config.py", "importlib.import_module"),
     # The same for a task of the user's own, named in the config.
-    ("training/workload.py", "importlib.import_module"),
+    ("training/tasks.py", "importlib.import_module"),
 }
 
 

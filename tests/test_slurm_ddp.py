@@ -66,7 +66,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, EXAMPLE, "--first", tmp_path / "first.safetensors"], check=True, timeout=120)
+    subprocess.run([sys.executable, EXAMPLE, "--first", tmp_path / "first.safetensors"], check=True, timeout=600)
     config = tmp_path / "ddp.toml"
     config.write_text(CONFIG.format(command=command_of_the_page(), conf=cluster.conf))
     folder = tmp_path / "run"

@@ -57,7 +57,7 @@ def test_staged_worker_needs_nothing_else_of_the_package(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(NUMPY_WORKER)
     environment = {"PYTHONPATH": f"{worker}:{libraries}", "PATH": os.environ["PATH"], **make_job(tmp_path)}
     job = subprocess.run(
-        [sys.executable, "-S", str(tmp_path / "train.py")], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", str(tmp_path / "train.py")], env=environment, capture_output=True, text=True, timeout=600
     )
     assert job.returncode == 0, job.stderr
     assert str(tmp_path / "home/worker") in job.stdout
@@ -71,7 +71,7 @@ def test_staged_worker_runs_in_python_39(tmp_path: Path) -> None:
         pytest.skip("no Python 3.9 with numpy and safetensors found (FEDQUEUE_PYTHON39 may name one)")
     environment = {**make_job(tmp_path), "PYTHONPATH": str(stage_worker(tmp_path / "home"))}
     job = run_script(tmp_path, environment, NUMPY_WORKER, python=python)
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=600)
     assert job.returncode == 0, errors
     assert result_of(tmp_path)["stopped_by"] == "steps"
 
@@ -81,7 +81,7 @@ def test_import_is_quick_and_loads_no_library() -> None:
         "import sys, fedqueue; fedqueue.participate; "
         "assert not {'torch', 'numpy', 'safetensors', 'rich'} & set(sys.modules), 'loaded'"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
 
 
 def staged_changed(tmp_path: Path) -> Path:
@@ -119,14 +119,14 @@ assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
     wait_for(tmp_path / "imported", job)
     stage_worker(tmp_path, staged_changed(tmp_path))
     (tmp_path / "staged").touch()
-    _, errors = job.communicate(timeout=30)
+    _, errors = job.communicate(timeout=600)
     assert job.returncode == 0, errors
     later = run_script(
         tmp_path,
         {"PYTHONPATH": str(worker)},
         "import fedqueue.protocol.binding_rule; fedqueue.protocol.binding_rule.NEW",
     )
-    later.communicate(timeout=30)
+    later.communicate(timeout=600)
     assert later.returncode == 0
 
 

@@ -281,7 +281,7 @@ class Relay:
                     limit[0] -= len(data)
                 self._passed += len(data)
                 if self._hold is not None and self._passed > self._hold:
-                    self.go.wait(timeout=60)
+                    self.go.wait(timeout=600)
                 if data:
                     sink.sendall(data)
                 if limit and limit[0] <= 0:
@@ -341,7 +341,7 @@ def test_an_upload_goes_on_after_the_server_was_killed(
             before = blobs.have(server.part())
             server.start()
             relay.go.set()
-            sending.join(timeout=30)
+            sending.join(timeout=600)
         assert SIZE // 4 < before < SIZE
         assert server.part().read_bytes() == CONTENT
     finally:

@@ -285,7 +285,7 @@ def agent_line(config: Path, **environment: str) -> tuple[int, list[str]]:
         env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stderr.splitlines()
