@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 LEVELS: Final[tuple[float, ...]] = (0.01, 0.025, *(n / 100 for n in range(5, 100, 5)), 0.975, 0.99)
@@ -111,10 +112,19 @@ def quantile_of(ordered: Sequence[float], probability: float) -> float:
     >>> quantile_of([1.0, 2.0, 3.0], 0.5)
     2.0
     """
-    position = probability * (len(ordered) + 1) - 1
-    if position <= 0:
-        return ordered[0]
-    if position >= len(ordered) - 1:
-        return ordered[-1]
-    low = int(position)
-    return ordered[low] + (ordered[low + 1] - ordered[low]) * (position - low)
+    return quantiles_of(ordered, (probability,))[0]
+
+
+def quantiles_of(ordered: Sequence[float], probabilities: tuple[float, ...]) -> list[float]:
+    """Several at once."""
+    return [
+        ordered[low] if part == 0.0 else ordered[low] + (ordered[low + 1] - ordered[low]) * part
+        for low, part in _positions(len(ordered), probabilities)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _positions(count: int, probabilities: tuple[float, ...]) -> list[tuple[int, float]]:
+    """Of each quantile among so many values: the value before it, and which part of the way to the next."""
+    clamped = [min(max(0.0, probability * (count + 1) - 1), float(count - 1)) for probability in probabilities]
+    return [(int(position), position - int(position)) for position in clamped]

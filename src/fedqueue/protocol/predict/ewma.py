@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantile_of
+from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantiles_of
 
 RESIDUALS = 64  # how many of its own newest errors shape the quantiles
 FEW = 5  # with fewer errors than this the spread is a guess: from nothing to four times the mean
@@ -25,6 +25,7 @@ class Ewma:
         self._smoothing = smoothing
         self._errors = Spread(RESIDUALS)
         self._waited = 0.0
+        self._known: Forecast | None = None  # it stays until something is observed
 
     def observe(self, at: float, delay: float) -> None:
         if self._mean is None:
@@ -32,18 +33,23 @@ class Ewma:
         else:
             self._errors.add(delay - self._mean)
             self._mean = self._toward(delay)
-        self._waited = 0.0
+        self._waited, self._known = 0.0, None
 
     def still_waiting(self, at: float, waited: float) -> None:
-        self._waited = waited
+        self._waited, self._known = waited, None
 
     def forecast(self, at: float) -> Forecast:
+        if self._known is None:
+            self._known = self._made()
+        return self._known
+
+    def _made(self) -> Forecast:
         # A wait that is already longer than expected counts as if it ended now.
         mean = self._toward(self._waited) if self._waited > (self._mean or 0.0) else self._mean or 0.0
         if len(self._errors) < FEW:
             spread = [mean * GUESS.quantile(p) for p in LEVELS]
         else:
-            spread = [max(0.0, mean + quantile_of(self._errors.sorted, p)) for p in LEVELS]
+            spread = [max(0.0, mean + error) for error in quantiles_of(self._errors.sorted, LEVELS)]
         spread[-1] = max(spread[-1], self._waited)
         return Forecast(mean, tuple(zip(LEVELS, spread, strict=True)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from math import exp, log
 
-from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantile_of
+from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantiles_of
 
 SHIFT = 1.0  # seconds added before the logarithm: waits of zero are common on idle systems
 ERRORS = 300  # of the newest, that shape the quantiles
@@ -43,6 +43,6 @@ class LogErrors:
         errors = self._spread.sorted if len(self._spread) >= FEW else GUESS
         above = bisect_right(errors, -centre)  # the others would be less than no wait at all
         mean = (exp(centre) * sum(map(exp, errors[above:])) - SHIFT * (len(errors) - above)) / len(errors)
-        spread = [from_log(centre + quantile_of(errors, p)) for p in LEVELS]
+        spread = [from_log(centre + error) for error in quantiles_of(errors, LEVELS)]
         spread[-1] = max(spread[-1], reach)
         return Forecast(max(0.0, mean), tuple(zip(LEVELS, spread, strict=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantile_of
+from fedqueue.protocol.predict.base import LEVELS, Forecast, Spread, quantiles_of
 
 
 class Static:
@@ -25,7 +25,7 @@ class Static:
     def forecast(self, at: float) -> Forecast:
         mean = self._mean or 0.0
         seen = self._seen.sorted or [mean]
-        spread = [quantile_of(seen, p) for p in LEVELS]
+        spread = quantiles_of(seen, LEVELS)
         # A wait under way says nothing about the fixed mean, but the tail must reach it.
         spread[-1] = max(spread[-1], self._waited)
         return Forecast(mean, tuple(zip(LEVELS, spread, strict=True)))
