@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -256,3 +256,35 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> byte
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+# What the bytes must be -------------------------------------------------------------------------------------
+# A disk, a controller or a memory may give back other bytes than were written, and say nothing. Checksums are made in
+# the pass that makes the sha256, and live as long as the process; whoever reads a piece thereafter compares it at once.
+
+ROW_BYTES: Final = 4096
+"""Added up to one number: what disks and page caches lose or mistake for another is such a block, or bits of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    sha256: str
+    checksums: dict[int, int] = field(default_factory=dict)
+    """By the byte at which a piece begins. Empty until a pass over the file has found it to have this sha256."""
+
+    def must_have(self, path: Path, place: int, piece: Buffer | memoryview) -> None:
+        """Raises a `ChangedFileError` unless these bytes of the file `path`, a piece, are what they were."""
+        if self.checksums.get(place) != checksum(piece):
+            raise ChangedFileError(path)
+
+
+def checksum(piece: Buffer | memoryview | bytes) -> int:
+    """Of any number of bytes; it differs from process to process.
+
+    Whatever happens to a block of 4096 bytes is found if it changes the sum of its 64-bit words, as any change of one
+    word does; blocks that change places are found too.
+    """
+    data: Any = np.frombuffer(piece, np.uint8)
+    whole = len(data) - len(data) % ROW_BYTES
+    sums = data[:whole].view("<u8").reshape(-1, ROW_BYTES // 8).sum(axis=1, dtype="<u8")
+    return hash((sums.tobytes(), data[whole:].tobytes()))
