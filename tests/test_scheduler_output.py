@@ -26,7 +26,7 @@ from fedqueue.agent.schedulers.slurm import refusal as slurm_refusal
 from fedqueue.errors import ConfigError
 from fedqueue.protocol.codec import read
 from tests.sites import is_alive
-from tests.slurm import wait_for
+from tests.waiting import wait_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def test_call_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Pa
     note = tmp_path / "pid"
     with pytest.raises(SchedulerUnreachableError, match="no answer in"):
         run(["bash", "-c", f"sleep 600 & echo $! > {note}; wait"], dict(os.environ), 0.5)
-    wait_for(lambda: not is_alive(int(note.read_text())), 20.0, "the end of what it started")
+    wait_for(lambda: not is_alive(int(note.read_text())), "the end of what it started")
 
 
 @pytest.mark.parametrize(
