@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Most tests wait for schedulers and clocks: a few files side by side, even on two cores.
-TESTERS ?= 3
+# Many tests wait for schedulers and clocks: several side by side, even on two cores (tests/conftest.py orders them).
+TESTERS ?= 4
 
 .PHONY: demo test check benchmark clean
 
@@ -13,7 +13,7 @@ demo: $(READY)
 
 # Lint, types, tests. Tests that need data files say so when they are skipped (see FEDQUEUE_DATA in the README).
 test: check
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadscope --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .

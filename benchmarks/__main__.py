@@ -10,7 +10,19 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import aggregation, checking, forecasts, history, load, planning, resnet, simulator, training, transfer
+from benchmarks import (
+    aggregation,
+    checking,
+    forecasts,
+    history,
+    load,
+    planning,
+    resnet,
+    simulator,
+    staying,
+    training,
+    transfer,
+)
 from fedqueue.files import write_json
 from fedqueue.machine import provenance
 
@@ -25,6 +37,7 @@ PARTS = {
     "checking": checking,
     "transfer": transfer,
     "load": load,
+    "staying": staying,
 }
 
 

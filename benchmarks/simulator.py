@@ -80,6 +80,7 @@ class _Timed(Task):
         learning_rate: float,
         key: int,
         during: Iterable[object] | None = None,
+        drift: StateDict | None = None,
     ) -> Trained:
         self.asked.append((facility, steps, learning_rate))
         began = time.perf_counter()
@@ -122,7 +123,7 @@ def _simulation(config: Config, task: Task) -> Simulation:
 
 def _bare_loop(task: _Timed, config: Config) -> float:
     """Seconds of a plain loop over the steps that the simulation asked for."""
-    from fedqueue.training.tasks import load_workload
+    from fedqueue.training.workload import load_workload
 
     workload = load_workload(config.task.name, {})
     inputs, targets = workload.train

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.figure import Figure
 from fedqueue import data
 from fedqueue.config import load
-from fedqueue.training.settings import TaskSettings
+from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import make_task, workload_of
 from fedqueue.training.workload import Samples, Workload
 from fedqueue_reproduction.recorded import SlotJob

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figure import Figure
-from fedqueue.tensorfile import FileContribution, aggregate, check, write
+from fedqueue.tensorfile import Content, FileContribution, aggregate, check, write
 
 GB = 1e9
 SIZE = 2_000_000_000
@@ -45,7 +45,7 @@ def serve(folder: Path, port: str) -> None:
     from starlette.routing import Route
 
     from fedqueue.coordinator import transfers as blobs
-    from fedqueue.coordinator.connection import Connection
+    from fedqueue.coordinator.connections import Connection
 
     model = folder / "model"
     etag = (folder / "sha256").read_text()
@@ -66,7 +66,7 @@ def serve(folder: Path, port: str) -> None:
     def combine() -> dict[str, float]:
         paths = [folder / f"update-{i}" for i in range(UPDATES)]
         began = time.perf_counter()
-        reasons = [check(path, model, sha256=etag) for path in paths]
+        reasons = [check(path, model, content=Content(etag)) for path in paths]
         if any(reasons):
             raise RuntimeError(f"an update was damaged: {reasons}")
         checked = time.perf_counter()
@@ -254,7 +254,7 @@ def measure() -> list[Figure]:
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         folder = Path(home)
         layer = np.random.default_rng(0).random(SIZE // 100 // 4, np.float32)
-        (folder / "sha256").write_text(write(folder / "model", {f"layer{i}": layer for i in range(100)}))
+        (folder / "sha256").write_text(write(folder / "model", {f"layer{i}": layer for i in range(100)}).sha256)
         make_certificate(folder)
         port, beside = free_port(), free_port()
         server = stack.enter_context(running(ours("serve", str(folder), port), port))

@@ -43,22 +43,25 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
 
     with fedqueue.participate(dry_run={"model": "first.safetensors", "steps": 100, "learning_rate": 1e-3}) as work:
-        model.load_state_dict(work.model(), strict=False)  # read by the first rank, sent to the others
         if cuda:
             model.cuda()
         replica = DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(replica.parameters(), lr=work.learning_rate)
-        loss = torch.zeros(())
-        for _ in work.steps():  # all ranks end after the same step
-            inputs, targets = make_batch()
-            if cuda:
-                inputs, targets = inputs.cuda(), targets.cuda()
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(replica(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            work.count(samples=len(inputs))
-        work.submit(replica.state_dict(), metrics={"loss": loss.item()})  # the first rank's
+        optimizer = torch.optim.Adam(replica.parameters())
+        for part in work.parts():  # all ranks go through the same
+            model.load_state_dict(part.model(), strict=False)  # read by the first rank, sent to the others
+            for group in optimizer.param_groups:
+                group["lr"] = part.learning_rate
+            loss = torch.zeros(())
+            for _ in part.steps():  # all ranks end after the same step
+                inputs, targets = make_batch()
+                if cuda:
+                    inputs, targets = inputs.cuda(), targets.cuda()
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(replica(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                part.count(samples=len(inputs))
+            part.submit(replica.state_dict(), metrics={"loss": loss.item()})  # the first rank's
     dist.destroy_process_group()
 
 

@@ -46,17 +46,18 @@ def main() -> None:
         return
 
     with fedqueue.participate(dry_run={"model": "first.safetensors", "steps": 100, "learning_rate": 1e-3}) as work:
-        trainer = Trainer(
-            max_steps=work.assigned_steps,
-            max_epochs=-1,
-            accelerator="auto",
-            callbacks=[FedQueueCallback(work)],
-            default_root_dir=work.state_dir,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
-        trainer.fit(module, make_data())
+        for part in work.parts():  # once, or again and again if the job stays
+            trainer = Trainer(
+                max_steps=part.assigned_steps,
+                max_epochs=-1,
+                accelerator="auto",
+                callbacks=[FedQueueCallback(part)],
+                default_root_dir=part.state_dir,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+            )
+            trainer.fit(module, make_data())
 
 
 if __name__ == "__main__":

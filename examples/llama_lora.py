@@ -69,18 +69,19 @@ def main() -> None:
         return
 
     with fedqueue.participate(dry_run={"model": "first.safetensors", "steps": 20, "learning_rate": 1e-2}) as work:
-        training = TrainingArguments(
-            output_dir=str(work.state_dir / "trainer"),
-            max_steps=work.assigned_steps,
-            learning_rate=work.learning_rate,
-            lr_scheduler_type="constant",
-            per_device_train_batch_size=8,
-            logging_steps=5,
-            save_strategy="no",
-            report_to=[],
-        )
-        data = make_data(model.config.vocab_size)
-        Trainer(model, training, train_dataset=data, callbacks=[FedQueueCallback(work)]).train()
+        for part in work.parts():  # once, or again and again if the job stays
+            training = TrainingArguments(
+                output_dir=str(part.state_dir / "trainer"),
+                max_steps=part.assigned_steps,
+                learning_rate=part.learning_rate,
+                lr_scheduler_type="constant",
+                per_device_train_batch_size=8,
+                logging_steps=5,
+                save_strategy="no",
+                report_to=[],
+            )
+            data = make_data(model.config.vocab_size)
+            Trainer(model, training, train_dataset=data, callbacks=[FedQueueCallback(part)]).train()
 
 
 if __name__ == "__main__":

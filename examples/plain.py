@@ -33,25 +33,26 @@ def main() -> None:
 
     with fedqueue.participate(dry_run={"model": "first.safetensors", "steps": 100, "learning_rate": 1e-3}) as work:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model.load_state_dict(work.model(), strict=False)
         model.to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=work.learning_rate)
+        optimizer = torch.optim.Adam(model.parameters())
         memory = work.state_dir / "optimizer.pt"  # of this site alone: it never leaves
         if memory.exists():
             optimizer.load_state_dict(torch.load(memory, map_location=device, weights_only=True))
+
+        for part in work.parts():  # once, or again and again if the job stays: model and optimizer live on
+            model.load_state_dict(part.model(), strict=False)
             for group in optimizer.param_groups:
-                group["lr"] = work.learning_rate
+                group["lr"] = part.learning_rate
+            loss = torch.zeros(())
+            for _ in part.steps():  # ends at the step budget, the deadline or a signal
+                inputs, targets = make_batch()
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
+                loss.backward()
+                optimizer.step()
+                part.count(samples=len(inputs))
+            part.submit(model.state_dict(), metrics={"loss": loss.item()})
 
-        loss = torch.zeros(())
-        for _ in work.steps():  # ends at the step budget, the deadline or a signal
-            inputs, targets = make_batch()
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
-            loss.backward()
-            optimizer.step()
-            work.count(samples=len(inputs))
-
-        work.submit(model.state_dict(), metrics={"loss": loss.item()})
         torch.save(optimizer.state_dict(), memory.with_suffix(".new"))
         memory.with_suffix(".new").replace(memory)
 

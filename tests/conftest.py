@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import os
+import re
 import signal
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from fedqueue.cli import main
 from fedqueue.config import Config, parse
 from fedqueue.protocol.messages import Command, Event
 from fedqueue.sim.runner import simulate
 
+ROOT = Path(__file__).parent.parent
+
 Trace = list[tuple[Event, list[Command]]]
 
-STRATEGY_NAMES = ("fedqueue", "jit", "fedavg", "fedasync", "fedbuff", "fedcompass")
+STRATEGY_NAMES = (
+    "fedqueue",
+    "jit",
+    "fedavg",
+    "fedasync",
+    "fedbuff",
+    "fedcompass",
+    "fedprox",
+    "fedadam",
+    "fadas",
+    "scaffold",
+)
 
+ONE_A_ROUND: dict[str, Any] = {"stay": "off", "rounds": "fixed", "absent": 0.0}
+"""Options of just in time: one job a round, as long as it is set."""
 
 # How long an example takes says nothing about the code on a machine that others use too.
-hypothesis.settings.register_profile("any machine", deadline=None)
+# Where nobody looks at what it finds, a search looks at the same examples each time.
+hypothesis.settings.register_profile("any machine", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("any machine")
 
 
@@ -33,6 +54,47 @@ def pytest_configure() -> None:
     hears no interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Spread(LoadScopeScheduling):  # type: ignore[misc]
+    """Which tests go to the same worker: those of a file that share what is costly to set up. Every other one goes
+    where there is room."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if sets_up_for_many(file) else nodeid
+
+
+@cache
+def sets_up_for_many(file: str) -> bool:
+    return re.search(r"fixture\(scope=", (ROOT / file).read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return Spread(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers: tests that wait (`pytest.mark.waits`) are spread among those that compute, the longest
+    first."""
+    if hasattr(config, "workerinput"):
+        waiting = [item for item in items if item.get_closest_marker("waits")]
+        others = [item for item in items if not item.get_closest_marker("waits")]
+        items[:] = spread(sorted(waiting, key=seconds_of, reverse=True), others)
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """About how long its file waits if it is one piece, or else the test."""
+    marker = item.get_closest_marker("waits")
+    return float(marker.args[0]) if marker is not None else 0.0
+
+
+def spread(few: Sequence[pytest.Item], many: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The few in their order, evenly among the many."""
+    placed = [(n / max(1, len(few)), 0, n, item) for n, item in enumerate(few)]
+    placed += [(n / max(1, len(many)), 1, n, item) for n, item in enumerate(many)]
+    return [item for *_, item in sorted(placed, key=lambda found: found[:3])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -126,3 +188,26 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@contextmanager
+def what_is_logged() -> Iterator[list[str]]:
+    """The messages that fedqueue logs inside, as they come."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    ours = logging.getLogger("fedqueue")
+    ours.addHandler(handler)
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    with what_is_logged() as said:
+        yield said

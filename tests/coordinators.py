@@ -31,7 +31,8 @@ from fedqueue.coordinator.server import ADDRESS
 from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import Answer, JobOrder
 from fedqueue.runs import replay
-from tests.slurm import wait_for
+from tests.conftest import ONE_A_ROUND
+from tests.waiting import LONGEST, wait_for
 
 FACILITIES = ("north", "south", "south-1")
 """The last two have names of which one begins like the other."""
@@ -46,6 +47,8 @@ class Served:
 
     folder: Path
     log: Path
+    prefix: Sequence[str] = ()  # words before the command by which it is started
+    plain: bool = False  # without TLS
     process: subprocess.Popen[bytes] = field(init=False)
     address: dict[str, Any] = field(init=False)
     credentials: dict[str, str] = field(default_factory=dict)
@@ -60,13 +63,13 @@ class Served:
         which = [str(config), "--out", str(self.folder)] if config is not None else [str(self.folder)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fedqueue", "serve", *which],
+                [*self.prefix, sys.executable, "-m", "fedqueue", "serve", *which, *["--plain-http"] * self.plain],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "FEDQUEUE_TRACEBACK": "1"},
             )
-        wait_for(self._listens, 60.0, "a coordinator that listens", self.said, every=0.02)
+        wait_for(self._listens, "a coordinator that listens", self.said, every=0.02)
         self.address = json.loads((self.folder / ADDRESS).read_text())
         self._operator = None
 
@@ -82,7 +85,7 @@ class Served:
     def stop(self, how: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
-        return self.process.wait(30)
+        return self.process.wait(LONGEST)
 
     def said(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -97,14 +100,15 @@ class Served:
 
     @property
     def url(self) -> str:
-        return f"https://127.0.0.1:{self.port}"
+        return f"{'http' if self.plain else 'https'}://127.0.0.1:{self.port}"
 
     @property
     def operator_secret(self) -> str:
         return (self.folder / OPERATOR_FILE).read_text()
 
     def client(self, credential: str | None) -> Client:
-        return Client(self.url, credential=credential, ca=self.certificate, retries=1, backoff=0.01)
+        ca = None if self.plain else self.certificate
+        return Client(self.url, credential=credential, ca=ca, retries=1, backoff=0.01)
 
     def anyone(self) -> Client:
         return self.client(None)
@@ -181,7 +185,7 @@ class Facility:
 
         if self.taken is not None:
             self.poll(failed(self.taken))
-        wait_for(there, 20.0, f"an order for {self.name}", every=0.05)
+        wait_for(there, f"an order for {self.name}", every=0.05)
         self.taken = found[0].sequence
         self.poll({"kind": "submitted", "sequence": self.taken})
         return found[0]
@@ -246,20 +250,24 @@ def refusal(act: Any, *args: Any, **changes: Any) -> HttpRefusedError:
 def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any) -> Path:
     """A run whose rounds are long, so that nothing happens that a test did not do, unless `run` says otherwise."""
     settings = {"name": "wire", "strategy": "jit", "round_length": 600.0, "seconds": 36000.0, **run}
-    strategy = settings.pop("options", {})
+    strategy = {**(ONE_A_ROUND if settings["strategy"] == "jit" else {}), **settings.pop("options", {})}
     server = {"host": "127.0.0.1", "port": 0, "wait_for": 1, **settings.pop("server", {})}
     evaluation = {"where": settings.pop("scored_by", "nowhere"), **settings.pop("evaluation", {})}
+    failures = settings.pop("failures", {})
+    megabytes = settings.pop("megabytes", VALUES * 4 / 1e6)
     lines = [
         "[run]",
         *_lines(settings),
         "[task]",
         'name = "timing"',
         "[simulator]",
-        f"model_megabytes = {VALUES * 4 / 1e6}",
+        f"model_megabytes = {megabytes}",
         "[evaluation]",
         *_lines(evaluation),
         "[server]",
         *_lines(server),
+        "[failures]",
+        *_lines(failures),
         f"[strategy.{settings['strategy']}]",
         *_lines(strategy),
     ]
@@ -267,6 +275,7 @@ def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any
         lines += ["[[facility]]", f'name = "{name}"']
     path = folder / "run.toml"
     path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o600)  # whatever the umask
     return path
 
 
@@ -276,10 +285,16 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def serving(
-    folder: Path, facilities: Sequence[str] = FACILITIES, *, ends: bool = False, **run: Any
+    folder: Path,
+    facilities: Sequence[str] = FACILITIES,
+    *,
+    ends: bool = False,
+    prefix: Sequence[str] = (),
+    plain: bool = False,
+    **run: Any,
 ) -> Iterator[Served]:
     """A coordinator of its own; in the end it must be alive, or over by itself where it `ends`."""
-    served = Served(folder / "run", folder / "serve.log")
+    served = Served(folder / "run", folder / "serve.log", prefix, plain)
     served.start(config_file(folder, facilities, **run))
     try:
         yield served
@@ -292,9 +307,10 @@ class Raw:
     """A connection, for bytes that no client would send."""
 
     def __init__(self, served: Served, *, context: ssl.SSLContext | None = None) -> None:
-        trusting = context or ssl.create_default_context(cafile=served.certificate)
-        plain = socket.create_connection(("127.0.0.1", served.port), timeout=20.0)
-        self.socket = trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+        self.socket = socket.create_connection(("127.0.0.1", served.port), timeout=LONGEST)
+        if not served.plain:
+            trusting = context or ssl.create_default_context(cafile=served.certificate)
+            self.socket = trusting.wrap_socket(self.socket, server_hostname="127.0.0.1")
 
     def __enter__(self) -> Raw:
         return self

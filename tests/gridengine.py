@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fedqueue.agent.schedulers.settings import SgeSettings
-from tests.slurm import die_with_parent, free_ports, processes_with, say_missing, wait_for
+from fedqueue.agent.schedulers.base import SgeSettings
+from tests.slurm import die_with_parent, free_ports, processes_with, say_missing
+from tests.waiting import LONGEST, wait_for
 
 PROGRAMS = Path("/usr/lib/gridengine")  # what /usr/bin has are wrappers, which look for a cell elsewhere
 SHARE = Path("/usr/share/gridengine")
@@ -75,7 +76,7 @@ class GridEngine:
     def start(self) -> None:
         self._make_cell()
         self._spawn("sge_qmaster")
-        wait_for(self._answers, 60.0, "sge_qmaster", self.log)
+        wait_for(self._answers, "sge_qmaster", self.log)
         self.call("qconf", "-as", self.host)
         self._change("-ssconf", "-Msconf", schedule_interval="0:0:1", flush_submit_sec="1", flush_finish_sec="1")
         self._change(
@@ -92,7 +93,7 @@ class GridEngine:
             load_thresholds="NONE",  # else a busy machine runs nothing
         )
         self._spawn("sge_execd")
-        wait_for(lambda: " lx-" in self.call("qstat", "-f"), 60.0, "sge_execd", self.log)
+        wait_for(lambda: " lx-" in self.call("qstat", "-f"), "sge_execd", self.log)
 
     def stop(self) -> None:
         for daemon in self._daemons.values():
@@ -113,8 +114,12 @@ class GridEngine:
     def clear(self) -> None:
         """End every job and wait until none is left."""
         user = getpass.getuser()
-        subprocess.run([PROGRAMS / "qdel", "-u", user], env=self.env, capture_output=True, timeout=600)
-        wait_for(lambda: not self.call("qstat", "-u", user), 60.0, "an empty queue", self.log)
+
+        def empty() -> bool:  # a host that does not have the job yet may miss that it is deleted: again
+            subprocess.run([PROGRAMS / "qdel", "-u", user], env=self.env, capture_output=True, timeout=LONGEST)
+            return not self.call("qstat", "-u", user)
+
+        wait_for(empty, "an empty queue", self.log)
 
     def log(self) -> str:
         paths = [*self.root.glob("*.out"), *self.root.glob("*/messages")]

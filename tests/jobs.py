@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fedqueue import PROTOCOL
+from tests import waiting
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("WORLD_SIZE", "RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -128,12 +129,12 @@ def run_script(home: Path, environment: dict[str, str], body: str, **options: An
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < until, f"{path} did not appear"
-        time.sleep(0.01)
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    def true() -> bool:
+        assert path.exists() or process.poll() is None, process.communicate()[1]
+        return path.exists()
+
+    waiting.wait_for(true, str(path), every=0.01)
 
 
 def torchrun(tmp_path: Path, environment: dict[str, str], body: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from fedqueue.agent.schedulers import (
     SchedulerSettings,
     make_scheduler,
 )
-from tests.slurm import wait_for
+from tests.waiting import wait_for
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Site:
             seen[0] = self.scheduler.poll([job_id]).get(job_id)
             return seen[0] is not None and seen[0].phase in phases
 
-        wait_for(there, 60.0, f"{job_id} {' or '.join(phases)}", lambda: f"last seen: {seen[0]}")
+        wait_for(there, f"{job_id} {' or '.join(phases)}", lambda: f"last seen: {seen[0]}")
         assert seen[0] is not None
         return seen[0]
 
@@ -98,9 +98,7 @@ def local_site(folder: Path, **changes: Any) -> Iterator[Site]:
     yield made
     for name in made.names:
         made.scheduler.cancel(name)
-    wait_for(
-        lambda: all(s.phase == "ended" for s in made.scheduler.poll(made.names).values()), 20.0, "the end of all jobs"
-    )
+    wait_for(lambda: all(s.phase == "ended" for s in made.scheduler.poll(made.names).values()), "the end of all jobs")
 
 
 def is_alive(pid: int) -> bool:

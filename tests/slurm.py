@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import getpass
+import math
 import os
 import random
 import shutil
@@ -20,13 +21,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from fedqueue.agent.schedulers.settings import SlurmSettings
+from fedqueue.agent.schedulers.base import SlurmSettings
+from tests.waiting import wait_for
 
 SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # daemons, also for who is not root
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo")
@@ -122,8 +124,8 @@ class Cluster:
         for node in self.nodes:
             self.restart_slurmd(node)
 
-    def wait_until_ready(self, seconds: float = 60.0) -> None:
-        wait_for(lambda: self.node_states() == ["idle"] * len(self.nodes), seconds, f"nodes of {self.name}", self.log)
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: self.node_states() == ["idle"] * len(self.nodes), f"nodes of {self.name}", self.log)
 
     def stop(self) -> None:
         for name, daemon in self._daemons.items():
@@ -157,10 +159,10 @@ class Cluster:
 
     def load(self, jobs: int, seconds: float) -> list[str]:
         """Jobs of others, so that ours really wait; their ids."""
-        script = f"sleep {seconds}"
+        script, minutes = f"sleep {seconds}", math.ceil(seconds / 60.0)
         return [
             self.call(
-                "sbatch", "--parsable", "--output=/dev/null", "--time=1", "--job-name=load", "--wrap", script
+                "sbatch", "--parsable", "--output=/dev/null", f"--time={minutes}", "--job-name=load", "--wrap", script
             ).strip()
             for _ in range(jobs)
         ]
@@ -187,7 +189,7 @@ class Cluster:
         options = [f"--{option}={folder / name}" for option, name in files.items()]
         (folder / "socket").unlink(missing_ok=True)
         self._spawn("munged", "munged", "-F", "-f", *options)
-        wait_for(lambda: (folder / "socket").exists(), 20.0, "munged", (folder / "log").read_text)
+        wait_for(lambda: (folder / "socket").exists(), "munged", (folder / "log").read_text)
 
     def kill_slurmctld(self) -> None:
         """With kill -9: what it was told in the last seconds may be forgotten."""
@@ -201,7 +203,7 @@ class Cluster:
     def restart_slurmctld(self, wait: bool = True) -> None:
         self._spawn("slurmctld", "slurmctld", "-D", *([] if wait else ["-i"]))
         if wait:
-            wait_for(lambda: bool(self.node_states()), 60.0, f"slurmctld of {self.name}", self.log)
+            wait_for(lambda: bool(self.node_states()), f"slurmctld of {self.name}", self.log)
 
     def kill_slurmd(self, node: str) -> None:
         self._kill(f"slurmd {node}")
@@ -261,16 +263,6 @@ def say_missing(reason: str, what: str) -> None:
     if os.environ.get("CI") or os.environ.get(f"FEDQUEUE_REQUIRE_{what}") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def wait_for(
-    true: Callable[[], bool], seconds: float, what: str, explain: Callable[[], str] = str, every: float = 0.1
-) -> None:
-    """Look until it is true; fail at the deadline."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s\n{explain()}"
-        time.sleep(every)
 
 
 def free_ports(number: int) -> int:

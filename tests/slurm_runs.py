@@ -17,7 +17,8 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.messages import CancelJob
 from tests.faults.harness import WORKER, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_run
-from tests.slurm import Cluster, processes_with, wait_for
+from tests.slurm import Cluster, processes_with
+from tests.waiting import wait_for
 
 ROUNDING = 3.0
 """Seconds: Slurm's times are whole seconds, and its log is written a moment after the job was last asked about."""
@@ -70,10 +71,10 @@ class SlurmRun(Run):
     def open(self, facility: str, job: int = 0, attempt: int = 0) -> None:
         (self.gates / f"{facility}-{job}-{attempt}").unlink()
 
-    def wait(self, kind: type[Any], *jobs: str, attempt: int | None = None, seconds: float = 60.0) -> None:
+    def wait(self, kind: type[Any], *jobs: str, attempt: int | None = None) -> None:
         """Until the ledger has this of each of these jobs."""
         for job in jobs:
-            self.run_until(lambda job=job: self._has(kind, job, attempt), f"{kind.__name__} of {job}", seconds)  # type: ignore[misc]
+            self.run_until(lambda job=job: self._has(kind, job, attempt), f"{kind.__name__} of {job}")  # type: ignore[misc]
 
     def _has(self, kind: type[Any], job: str, attempt: int | None) -> bool:
         try:
@@ -131,7 +132,7 @@ class SlurmRun(Run):
             rows = ledger.rows("SELECT job, attempt, admission_delay FROM incarnations")
         delays = {(str(row["job"]), int(row["attempt"])): float(row["admission_delay"]) for row in rows}
         over = {command.job_id for command in story.commands(CancelJob)}
-        settled = dict(story.receipts.keys())  # attempts by job
+        settled = {job: attempt for job, attempt, _ in story.receipts}
         for facility in self.sites:
             seen = self._log(facility)
             for job, incarnations in seen.items():
@@ -151,7 +152,7 @@ class SlurmRun(Run):
                 late = key[1] > settled.get(key[0], key[1])
                 assert key in delays or late or key[0] in over, f"{key} ran and is not in the ledger"
         for name, cluster in self.sites.items():
-            wait_for(lambda c=cluster, n=name: not self._busy(c, n), 40.0, f"{name}: no job is left", cluster.log)  # type: ignore[misc]
+            wait_for(lambda c=cluster, n=name: not self._busy(c, n), f"{name}: no job is left", cluster.log)  # type: ignore[misc]
         return story
 
     def _busy(self, cluster: Cluster, facility: str) -> bool:

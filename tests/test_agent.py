@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from fedqueue.agent.agent_state import Closed, Notes, Received, Work
-from fedqueue.agent.delivery import Delivery
 from fedqueue.agent.evaluation import Evaluation
-from fedqueue.agent.model_cache import ModelCache
+from fedqueue.agent.jobs import Jobs
+from fedqueue.agent.journal import Closed, Notes, Received, SiteJob
 from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_scheduler
 from fedqueue.agent.settings import AgentConfig, AgentSettings
-from fedqueue.agent.station import Station
+from fedqueue.agent.transfers import Delivery, ModelCache
 from fedqueue.agent.transport import CoordinatorRefusedError, CoordinatorUnreachableError
 from fedqueue.files import write_json
+from fedqueue.protocol.cap import CapLeft
 from fedqueue.protocol.contract import Assignment, EvaluationRequest, JobOrder, ModelFile, Order, Verdict
 from fedqueue.protocol.reports import Ended, Started
-from tests.slurm import wait_for
+from tests.waiting import wait_for
 
 
 class Coordinator:
@@ -32,31 +32,26 @@ class Coordinator:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def station(tmp_path: Path, said: list[str]) -> Iterator[Station]:
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
     settings = AgentSettings(
         home=str(tmp_path), command="true", evaluate_command="sleep 600", poll_seconds=0.01, node_hours=1.2
     )
     config, notes = AgentConfig(agent=settings, scheduler=LocalSettings()), Notes(tmp_path)
-    yield Station(config, tmp_path, "north", make_scheduler(config.scheduler, tmp_path), notes, said.append)
+    yield Jobs(config, tmp_path, "north", make_scheduler(config.scheduler, tmp_path), notes)
     notes.close()
 
 
-def ended_job(station: Station) -> None:
+def ended_job(jobs: Jobs) -> None:
     """Job 0 has run, and its update waits to be handed in."""
-    notes = station.notes
+    notes = jobs.notes
     order = Order(job_id="north/0", facility="north", round=0, wall_seconds=3600.0)
     work = Assignment(base_version=0, steps=1, learning_rate=0.1)
     job = JobOrder(order=order, assignment=work, model=ModelFile(version=0, sha256="b" * 64))
-    notes.note(Work(name="fq-0", ordered_at=time.time(), job=job, scheduler_id="1", submitted_at=time.time()))
+    notes.note(SiteJob(name="fq-0", ordered_at=time.time(), job=job, scheduler_id="1", submitted_at=time.time()))
     notes.note(notes.report(Started, sequence=0, attempt=0, admission_delay=0.5, ago=0.0))
     notes.note(notes.report(Ended, sequence=0, attempt=0, steps_done=1, train_seconds=1.0, held_seconds=1.0))
     notes.note(Received(n=2))
-    folder = station.folder(station.memory.works[0])
+    folder = jobs.folder(jobs.memory.works[0])
     folder.attempt(0).mkdir(parents=True)
     folder.update(0).write_bytes(b"bytes")
     result = {"base_version": 0, "steps_done": 1, "train_seconds": 1.0, "metrics": {}, "bytes": 5, "sha256": "a" * 64}
@@ -69,15 +64,15 @@ def turn_until(delivery: Delivery, true: Callable[[], bool]) -> None:
         delivery.turn()
         return true()
 
-    wait_for(turned, 10.0, "what comes of a hand-in", every=0.01)
+    wait_for(turned, "what comes of a hand-in", every=0.01)
 
 
-def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station, said: list[str]) -> None:
+def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(jobs: Jobs, said: list[str]) -> None:
     """The coordinator was killed when it had settled the update: the job is closed, and the bytes are not wanted."""
     coordinator = Coordinator()
-    delivery = Delivery(station, coordinator)  # type: ignore[arg-type]
-    ended_job(station)
-    work = station.memory.works[0]
+    delivery = Delivery(jobs, coordinator)  # type: ignore[arg-type]
+    ended_job(jobs)
+    work = jobs.memory.works[0]
 
     def lost(*_: Any) -> Verdict:
         raise CoordinatorUnreachableError("cut")
@@ -96,34 +91,51 @@ def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(station: Station,
     assert said[-1] == "the update of job 0 (1) was rejected: not finite"
 
 
-def test_scoring_keeps_to_the_cap_of_node_hours(station: Station, said: list[str], tmp_path: Path) -> None:
+def test_scoring_keeps_to_the_cap_of_node_hours(jobs: Jobs, said: list[str]) -> None:
     """A job that scores asks for half an hour, the job under way for one, and the cap is 1.2."""
-    model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache)
+    model_cache = ModelCache(jobs, Coordinator())  # type: ignore[arg-type]
+    evaluation = Evaluation(jobs, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
-    ended_job(station)
-    evaluation.want(EvaluationRequest(version=3, model=model))
+    ended_job(jobs)
+    evaluation.wanted = EvaluationRequest(version=3, model=model)
     for _ in range(2):
         evaluation.turn()
     assert said == ["models cannot be scored now: 0.00 of 1.2 node-hours are used, and jobs under way may use the rest"]
-    assert station.scheduler.find(f"fq-{station.memory.journal_id[:8]}-eval-3") is None
-    station.notes.note(station.closing(station.memory.works[0], 60.0))
+    assert jobs.scheduler.find(f"fq-{jobs.memory.journal_id[:8]}-eval-3") is None
+    jobs.notes.note(jobs.closing(jobs.memory.works[0], 60.0))
     evaluation.turn()
-    assert station.scheduler.find(f"fq-{station.memory.journal_id[:8]}-eval-3") is not None
+    assert jobs.scheduler.find(f"fq-{jobs.memory.journal_id[:8]}-eval-3") is not None
     with pytest.raises(SubmitRefusedError, match="jobs under way may use the rest"):
-        station.check_cap(3600.0)  # of a job that trains, while the other scores
+        jobs.check_cap(3600.0)  # of a job that trains, while the other scores
     evaluation.stop()
     model_cache.close()
 
 
-def test_scoring_ends_where_the_node_hours_are_used_up(station: Station, said: list[str], tmp_path: Path) -> None:
-    model_cache = ModelCache(tmp_path, Coordinator(), station.clock, lambda *_: None)  # type: ignore[arg-type]
-    evaluation = Evaluation(station, model_cache)
+def test_a_job_that_is_too_long_for_the_cap_may_come_again_as_a_shorter_one(jobs: Jobs) -> None:
+    """1.2 node-hours are 4320 s, and one job is under way, which asked for 3600."""
+    ended_job(jobs)
+    assert jobs.cap_left() == CapLeft(seconds=720.0, when_idle=4320.0)
+    with pytest.raises(SubmitRefusedError, match="jobs under way may use the rest") as refused:
+        jobs.check_cap(1000.0, 60.0)
+    jobs.notes.note(jobs.closing(jobs.memory.works[0], 4000.0))
+    assert jobs.cap_left() == CapLeft(seconds=320.0, when_idle=320.0)
+    jobs.check_cap(320.0, 60.0)
+    with pytest.raises(SubmitRefusedError, match="too little for a job of 1000 s") as refused:
+        jobs.check_cap(1000.0, 60.0)
+    assert refused.value.transient
+    with pytest.raises(SubmitRefusedError, match="the facility's cap") as refused:
+        jobs.check_cap(1000.0, 600.0)
+    assert not refused.value.transient
+
+
+def test_scoring_ends_where_the_node_hours_are_used_up(jobs: Jobs, said: list[str]) -> None:
+    model_cache = ModelCache(jobs, Coordinator())  # type: ignore[arg-type]
+    evaluation = Evaluation(jobs, model_cache)
     model = ModelFile(version=3, sha256="a" * 64)
     model_cache.path(model).write_bytes(b"bytes")
-    station.notes.note(Closed(node_seconds=4000.0))
-    evaluation.want(EvaluationRequest(version=3, model=model))
+    jobs.notes.note(Closed(node_seconds=4000.0))
+    evaluation.wanted = EvaluationRequest(version=3, model=model)
     for _ in range(2):
         evaluation.turn()
     model_cache.close()

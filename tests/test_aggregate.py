@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue import aggregate as module
+from fedqueue import tensorfile
 from fedqueue.aggregate import Contribution, StateDict, aggregate, misfit
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -42,12 +43,15 @@ def oracle(current: StateDict, contributions: list[Contribution], rule: str, nam
     return total
 
 
+WEIGHTS = st.floats(0, 1, allow_subnormal=False)  # of which the oracle could make no mean
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from(REAL),
     rule=st.sampled_from(["add_deltas", "mix_models"]),
-    updates=st.lists(st.tuples(st.floats(0, 1), st.sampled_from(REAL), st.integers(0, 2)), min_size=1, max_size=5),
+    updates=st.lists(st.tuples(WEIGHTS, st.sampled_from(REAL), st.integers(0, 2)), min_size=1, max_size=5),
     chunk=st.sampled_from([1, 4, 1 << 18]),
 )
 def test_result_equals_the_sum_in_double_precision_and_inputs_stay(
@@ -155,3 +159,30 @@ def test_a_complex_update_with_an_infinite_part_does_not_fit() -> None:
     assert misfit({"spectrum": torch.ones(2, dtype=torch.complex64)}, like) is None
     found = misfit({"spectrum": torch.tensor([complex(0, np.inf), 1])}, like)
     assert found == "tensor 'spectrum' has 1 of 2 values that are not finite"
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_agreement_is_the_same_from_memory_and_from_files(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("agreement")
+    seed = data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+
+    def model() -> StateDict:
+        return {"w": torch.randn(3, 5, generator=generator), "running_mean": torch.randn(5, generator=generator)}
+
+    bases = [model(), model()]
+    inside, outside = [], []
+    for number in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, 1))
+        base, trained, weight = bases[place], model(), data.draw(st.floats(0.01, 1.0))
+        inside.append(Contribution(weight=weight, trained=trained, base=base))
+        paths = folder / f"base{place}", folder / f"trained{number}"
+        for path, tensors in zip(paths, (base, trained), strict=True):
+            tensorfile.write(path, {name: tensor.numpy() for name, tensor in tensors.items()})
+        outside.append(tensorfile.FileContribution(weight=weight, trained=paths[1], base=paths[0], base_key=place))
+    found = module.agreement(inside, module.roles_of(bases[0]))
+    assert tensorfile.agreement(outside) == (None if found is None else pytest.approx(found))
+    assert found is None or 0 <= found <= 1 + 1e-9

@@ -18,7 +18,7 @@ from fedqueue import data
 from fedqueue.config import Config, parse
 from fedqueue.errors import DataError
 from fedqueue.sim.runner import Learned, simulate
-from fedqueue.training.settings import TaskSettings
+from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import make_task
 from fedqueue_reproduction import cifar100
 from fedqueue_reproduction.fleet import run_many

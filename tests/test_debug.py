@@ -23,7 +23,9 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.messages import JobFailed
 from fedqueue.runs import replay
 from fedqueue.training.scorer import load_task, write_first_model
-from tests.slurm import wait_for
+from tests.waiting import LONGEST, wait_for
+
+pytestmark = pytest.mark.waits(12)
 
 CONFIG = """
 [run]
@@ -235,7 +237,7 @@ class Terminal:
         self.seen = ""
 
     def expect(self, text: str) -> None:
-        until = time.monotonic() + 120.0
+        until = time.monotonic() + LONGEST
         while text not in self.seen:
             assert time.monotonic() < until, self.seen
             if select.select([self._here], [], [], 0.5)[0]:
@@ -272,14 +274,14 @@ def test_pdb_asks_in_a_training_script_and_the_run_goes_on(terminal: Terminal) -
     terminal.expect("(Pdb) ")
     terminal.type("c")
     terminal.expect("run folder:")
-    assert terminal.process.wait(60) == 0
+    assert terminal.process.wait(LONGEST) == 0
 
 
 def test_leaving_pdb_stops_the_run_which_can_go_on(terminal: Terminal, config: Path) -> None:
     terminal.expect("(Pdb) ")
     terminal.type("q")
     terminal.expect("go on with it: fedqueue run")
-    assert terminal.process.wait(60) == 130
+    assert terminal.process.wait(LONGEST) == 130
     write_train(config.parent)
     finished(begin(config, **TOLD))
     replay(config.parent / "run")
@@ -304,7 +306,7 @@ def test_after_an_interrupt_the_run_goes_on(config: Path, where: str) -> None:
     mark = config.parent / "reached"
     write_train(config.parent, **{where: f"open({str(mark)!r}, 'w'); time.sleep(600)"})
     process = begin(config, **TOLD)
-    wait_for(mark.exists, 120.0, "a job runs")
+    wait_for(mark.exists, "a job runs")
     process.send_signal(signal.SIGINT)
     assert "go on with it: fedqueue run" in finished(process, 130)
     write_train(config.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import importlib
@@ -17,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import fedqueue
-from fedqueue.agent.settings import AgentSettings
+from fedqueue.agent.settings import AgentSettings, OfferSettings
 from fedqueue.cli import main
 from fedqueue.config import Config, QueueSettings, load
 from fedqueue.protocol.messages import ModelReady, Record
@@ -28,6 +29,7 @@ from tests.test_failures import FAULTS
 from tests.test_strategies import check_invariants
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "fedqueue"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STRATEGY_PAGE = ROOT / "docs" / "writing-a-strategy.md"
 OPTIONAL = {
@@ -115,7 +117,7 @@ def sections() -> dict[str, type]:
             found[f"[[{name}]]"] = get_args(hint)[0]
         else:
             found[f"[{name}]"] = hint
-    found["[agent]"] = AgentSettings
+    found |= {"[agent]": AgentSettings, "[offer.NAME]": OfferSettings}
     for kind in get_args(QueueSettings):
         found[f'queue.kind = "{get_args(get_type_hints(kind)["kind"])[0]}"'] = kind
     return found
@@ -224,9 +226,34 @@ def test_every_line_of_a_trace_is_in_a_golden_one() -> None:
 
 
 def test_every_source_file_named_in_the_pages_exists() -> None:
-    for page in PAGES:
-        for name in re.findall(r"`((?:src|tests|experiments|docs|benchmarks)/[\w./-]+)`", page.read_text("utf-8")):
-            assert (ROOT / name).exists(), f"{page.name}: {name}"
+    roots = (ROOT, SOURCE, SOURCE / "protocol")  # pages say coordinator/store.py, and strategies/base.py
+    named = r"`((?:src|tests|experiments|docs|benchmarks)/[\w./-]+|[\w./-]+/\w+\.py)`"
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(named, page.read_text("utf-8")):
+            assert any((root / name).exists() for root in roots), f"{page.name}: {name}"
+
+
+def test_the_source_tree_names_what_is_there() -> None:
+    (tree,) = (text for text in blocks(ROOT / "docs" / "architecture.md", "text") if text.startswith("src/fedqueue/"))
+    folders: list[tuple[int, Path]] = [(-1, ROOT)]
+    named = set()
+    for line in tree.splitlines():
+        begun = re.match(r" *(?=\S)", line)
+        depth = len(begun[0]) if begun else 0
+        while folders[-1][0] >= depth:
+            folders.pop()
+        if found := re.match(r" *([\w/]+/)(?=\s|$)", line):
+            folders.append((depth, folders[-1][1] / found[1]))
+        for name in re.findall(r"[\w/]+\.py\b", line):
+            assert (folders[-1][1] / name).is_file(), f"{folders[-1][1].relative_to(ROOT)} has no {name}"
+            named.add(folders[-1][1] / name)
+    for room in ("protocol", "coordinator", "agent", "worker"):
+        there = {path for path in (SOURCE / room).glob("*.py") if path.name != "__init__.py"}
+        assert there <= named, f"the tree lacks {sorted(path.name for path in there - named)}"
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 800
 
 
 # Docstrings ---------------------------------------------------------------------------------------------
@@ -247,3 +274,22 @@ def test_examples_in_docstrings_are_true() -> None:
         assert not failed, f"{found.name}: see the output above"
         attempted += tried
     assert attempted > 20
+
+
+def test_the_walk_of_a_real_round_names_functions_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walk = page.partition("## A real round, file by file")[2].partition("\n## ")[0]
+    steps = re.split(r"\*\*`([\w/]+\.py)`\*\*", walk)[1:]
+    assert len(steps) > 30
+    for name, said in zip(steps[::2], steps[1::2], strict=True):
+        defined = set()
+        for part in ast.walk(ast.parse((ROOT / "src" / "fedqueue" / name).read_text())):
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                defined.add(part.name)
+            elif isinstance(part, ast.ClassDef):
+                defined |= {f"{part.name}.{inner.name}" for inner in part.body if hasattr(inner, "name")}
+        called = re.findall(r"`((?:[A-Z]\w+\.)?_?[a-z]\w*)`", said)
+        ours = [call for call in called if call not in ("sbatch", "qsub", "jit")]
+        assert ours, f"{name}: what is called there?"
+        missing = [call for call in ours if call not in defined]
+        assert not missing, f"{name} has no {missing}"

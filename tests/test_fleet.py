@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
-from fedqueue.protocol.roles import buffer_roles
+from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.protocol.messages import WorkTaken
 from fedqueue.sim.runner import Learned, simulate
-from fedqueue.training.settings import TaskSettings
-from fedqueue.training.tasks import load_workload, make_task, seed_of_job, share_out, workload_of
-from fedqueue.training.trainer import batches
-from fedqueue.training.workload import Workload
+from fedqueue.training.job import TaskSettings
+from fedqueue.training.tasks import batches, make_task, seed_of_job, share_out, workload_of
+from fedqueue.training.workload import Workload, load_workload
 from fedqueue_reproduction.fleet import run_many
 from fedqueue_reproduction.lanes import Lanes, RecordedTask, rows_of, why_not_in_lanes
 from fedqueue_reproduction.recorded import SlotJob
 from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
-from tests.conftest import STRATEGY_NAMES, facility
+from tests.conftest import STRATEGY_NAMES, facility, trace_of
+
+ALONE = {"fedprox": "its loss has a proximal term", "scaffold": "its jobs have control variates"}
+"""Strategies whose runs do not share a device, and why."""
 
 
 def small_network() -> nn.Sequential:
@@ -69,11 +72,12 @@ def normalised(**fields: Any) -> Workload:
     return Workload(train=images(90), test=images(60), **chosen)
 
 
-def config_of(strategy: str, seed: int, **changes: Any) -> Config:
+def config_of(strategy: str, seed: int, options: dict[str, Any] | None = None, **changes: Any) -> Config:
+    fixed = {"steps": 30} if strategy in ("fedavg", "fedasync", "fedbuff") else {}
     tree: dict[str, Any] = {
         "run": {"strategy": strategy, "seed": seed, "seconds": 45.0, "learning_rate": 0.01},
         "task": {"name": "digits", **changes.pop("task", {})},
-        "strategy": {strategy: {"steps": 30}} if strategy in ("fedavg", "fedasync", "fedbuff") else {},
+        "strategy": {strategy: options or fixed},
         "facility": [facility("east"), facility("west", steps_per_second=5.0), facility("north")],
         **changes,
     }
@@ -160,7 +164,7 @@ def test_dropout_depends_on_the_key_and_the_step_and_keeps_the_mean() -> None:
     assert not torch.equal(dropped[0], keyed_drop(torch.tensor([7]), torch.tensor([3]))(x[:1], 0.25, 2)[0])
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name not in ALONE])
 def test_a_run_in_a_fleet_scores_as_it_does_alone(strategy: str) -> None:
     configs = [config_of(strategy, seed) for seed in (1, 2, 3)]
     together = fleet_scores(configs, slots=4)
@@ -169,6 +173,27 @@ def test_a_run_in_a_fleet_scores_as_it_does_alone(strategy: str) -> None:
         assert [at for at, _ in curve] == [at for at, _ in alone]
         # Sums in another order: a sample or two of 359 may fall on the other side.
         assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=2.5 / 359)
+
+
+def test_jobs_that_stay_and_train_ahead_of_their_models_score_in_a_fleet_as_alone() -> None:
+    stays = {"stay": 30.0, "between": "train", "absent": 0.7, "rounds": "auto"}
+    faults = [{"kind": kind, "probability": 0.2} for kind in ("fail", "preempt")]
+    sites = [facility(name, latency_seconds=0.4) for name in ("east", "west", "north")]
+    configs = [config_of("jit", seed, options=stays, facility=sites, fault=faults) for seed in (1, 2)]
+    together = fleet_scores(configs, slots=3)
+    assert [fleet_scores([config], slots=3)[0] for config in configs] == together
+    for config, curve in zip(configs, together, strict=True):
+        ahead = [event.ahead for event, _ in trace_of(config) if isinstance(event, WorkTaken)]
+        assert sum(map(bool, ahead)) > 5
+        alone = scores(config)
+        assert [at for at, _ in curve] == [at for at, _ in alone]
+        assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=4.5 / 359)
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_what_a_fleet_cannot_do_is_refused_in_one_line(strategy: str) -> None:
+    with pytest.raises(FedQueueError, match=f"cannot share a device: {ALONE[strategy]}; use --device cpu"):
+        fleet_scores([config_of(strategy, 1)], slots=4)
 
 
 def test_the_number_of_runs_beside_it_changes_no_bit_of_a_run() -> None:

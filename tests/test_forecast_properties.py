@@ -12,21 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue.config import Config, parse
-from fedqueue.protocol.binding_rule import GUARD, fit
-from fedqueue.protocol.budget import (
-    LADDER,
-    busy_share,
-    choose_round_length,
-    linger_until,
-    longest_stay,
-    reserve,
-    train_budget,
-)
+from fedqueue.protocol.budget import GUARD, binding, linger_until, longest_stay, train_budget
 from fedqueue.protocol.contract import Standing
 from fedqueue.protocol.messages import JobFailed, PostWork, Record, SubmitJob, TimerFired, UpdateArrived
+from fedqueue.protocol.pace import LADDER, busy_share, choose_round_length
 from fedqueue.protocol.predict import LEVELS, PREDICTORS, Forecast, Predictor, make_predictor
+from fedqueue.protocol.predict.base import reserve
 from fedqueue.sim.runner import simulate
-from tests.conftest import commands_of, trace_of
+from tests.conftest import ONE_A_ROUND, commands_of, trace_of
 
 NAMES = [*PREDICTORS, "conformal/ewma", "conformal/rolling-quantile", "conformal/combined"]
 DELAYS = st.lists(st.floats(0, 1e7), max_size=120)
@@ -320,7 +313,7 @@ def test_no_job_that_starts_as_foreseen_stays_longer(
     assert stay <= 100.0 + max(2 * patience, min_steps / 10.0) + 1e-6, "never more than the longest"
     begun = start + where * until
     takes = linger_until(work, begun) or begun
-    assert fit(work, takes).cutoff - begun - overhead - GUARD <= stay + 1e-6
+    assert binding(work, takes).cutoff - begun - overhead - GUARD <= stay + 1e-6
 
 
 @settings(deadline=None)
@@ -344,7 +337,7 @@ def test_round_length_is_the_shortest_that_keeps_facilities_busy(
 def test_rounds_by_forecast_follow_the_queue_and_cutoffs_are_those_posted() -> None:
     lengths = {}
     for mean in (1.0, 1000.0):
-        trace = trace_of(run_of("jit", {"rounds": "forecast", "wall": "forecast"}, rounds=40, mean=mean))
+        trace = trace_of(run_of("jit", {**ONE_A_ROUND, "rounds": "forecast", "wall": "forecast"}, rounds=40, mean=mean))
         fired = [e.at for e, _ in trace if isinstance(e, TimerFired) and e.key.startswith("cutoff/")]
         posted = {c.standing.next_cutoff for c in commands_of(trace, PostWork)}
         assert set(fired[1:-1]) <= posted
@@ -356,7 +349,8 @@ def test_rounds_by_forecast_follow_the_queue_and_cutoffs_are_those_posted() -> N
 def test_wall_time_by_forecast_asks_for_less_and_loses_little() -> None:
     asked, done = {}, {}
     for wall in ("longest", "forecast"):
-        config = run_of("jit", {"wall": wall, "predictor": "conformal", "pipeline": "off"}, rounds=400)
+        options = {"wall": wall, "predictor": "conformal", "pipeline": "off", **ONE_A_ROUND}
+        config = run_of("jit", options, rounds=400)
         asked[wall] = [c.order.wall_seconds for c in commands_of(trace_of(config), SubmitJob)]
         done[wall] = simulate(config)
     assert max(asked["forecast"]) <= max(asked["longest"])

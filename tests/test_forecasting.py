@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue.agent.schedulers.pbs import read_estimates
-from fedqueue.agent.schedulers.slurm import read_squeue, read_test_only
+from fedqueue.agent.schedulers.slurm import read_clock, read_plan, read_test_only
 from fedqueue.errors import DataError
 from fedqueue.forecasting.boosting import Boosting
 from fedqueue.forecasting.calibration import Calibration
@@ -284,44 +284,45 @@ def test_issued_forecasts_are_messages_of_their_source() -> None:
 
 # What the scheduler says ----------------------------------------------------------------------------------------
 
-# Slurm 22.05, TZ=UTC, at 22:00:11.
-SQUEUE = """\
-             JOBID PARTITION     NAME     USER ST          START_TIME  NODES SCHEDNODES           NODELIST(REASON)
-                 3     batch     wrap     root PD 2026-11-16T22:02:08      1 x1                   (Resources)
-                 4     batch     wrap     root PD 2026-11-16T22:02:08      1 x2                   (Priority)
-                 5     batch     wrap     root PD                 N/A      1 (null)               (Priority)
-"""
+# Slurm 22.05, TZ=UTC.
+WAITING = (
+    "JobId=3 JobName=wrap UserId=root(0) JobState=PENDING Reason=Resources Dependency=(null) Restarts=0 "
+    "SubmitTime=2026-11-16T22:00:01 EligibleTime=2026-11-16T22:00:11 StartTime=2026-11-16T22:02:08 "
+    "EndTime=2026-11-16T22:03:08 NodeList=(null) SchedNodeList=x1"
+)
 TEST_ONLY = "sbatch: Job 6 to start at 2026-11-16T22:05:08 using 1 processors on nodes x1 in partition batch\n"
 NOW = 1794866411.0
 
 
-def test_answers_of_slurm_are_seconds_until_the_start() -> None:
-    assert read_squeue(SQUEUE, NOW) == {"3": 117.0, "4": 117.0}
-    assert read_squeue("3|2026-11-16T22:02:08\n4|N/A\n", NOW) == {"3": 117.0}
-    assert read_squeue("", NOW) == {}
-    assert read_squeue(SQUEUE, NOW + 1000) == {"3": 0.0, "4": 0.0}
+def test_answers_of_slurm_are_seconds_of_its_own_clock() -> None:
+    assert read_plan(WAITING) == 117.0
+    for other in ("StartTime=Unknown", "StartTime=2026-11-16T22:00:02"):
+        assert read_plan(WAITING.replace("StartTime=2026-11-16T22:02:08", other)) in (None, 0.0)
+    assert read_plan(WAITING.replace("EligibleTime=2026-11-16T22:00:11", "EligibleTime=Unknown")) is None
+    assert read_plan(WAITING.replace("PENDING", "RUNNING")) is None
+    assert read_clock("*****\nsdiag output at Mon Nov 16 22:00:11 2026 (1794866411)\nData since ...\n") == NOW
     assert read_test_only(TEST_ONLY, NOW) == 297.0
     assert read_test_only("allocation failure: Requested node configuration is not available\n", NOW) is None
 
 
 @pytest.mark.skipif(not RECORDINGS.is_dir(), reason="no recordings of PBS: point FEDQUEUE_PBS_RECORDINGS at them")
-def test_answers_of_pbs_are_seconds_until_the_start_of_what_is_queued() -> None:
-    def answers(case: str) -> list[tuple[str, float]]:
+def test_answers_of_pbs_are_the_whole_wait_of_what_is_queued() -> None:
+    def answers(case: str) -> list[str]:
         steps = json.loads((RECORDINGS / f"{case}.json").read_text())["steps"]
-        return [(step["stdout"], float(int(step["at"]))) for step in steps if step.get("argv", [""])[0] == "qstat"]
+        return [step["stdout"] for step in steps if step.get("argv", [""])[0] == "qstat"]
 
-    text, at = answers("10-queued")[0]
-    assert read_estimates(text, at) == {"36.pbs-host": 296.0}
-    for text, at in answers("16-finished-ok") + answers("31-unknown-id"):
-        assert read_estimates(text, at) == {}, "an estimate stays in the record of a job that ran"
+    assert read_estimates(answers("10-queued")[0]) == {"36.pbs-host": 296.0}
+    for text in answers("16-finished-ok") + answers("31-unknown-id"):
+        assert read_estimates(text) == {}, "an estimate stays in the record of a job that ran"
 
 
 @given(st.text(max_size=60))
 def test_nonsense_is_no_estimate(text: str) -> None:
-    assert read_squeue(text, 0.0) == {}
+    assert read_plan(text) is None
+    assert read_clock(text) is None
     assert read_test_only(text, 0.0) is None
-    assert read_estimates(text, 0.0) == {}
-    assert read_estimates(json.dumps({"Jobs": {"1": text, "2": {"job_state": "Q", "estimated": text}}}), 0.0) == {}
+    assert read_estimates(text) == {}
+    assert read_estimates(json.dumps({"Jobs": {"1": text, "2": {"job_state": "Q", "estimated": text}}})) == {}
 
 
 def test_estimates_are_corrected_by_the_factor_they_are_off_and_own_waits_stand_in() -> None:

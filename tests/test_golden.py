@@ -10,7 +10,7 @@ import pytest
 
 from fedqueue.protocol import messages
 from fedqueue.protocol.codec import body
-from fedqueue.protocol.contract import Assignment
+from fedqueue.protocol.contract import Assignment, Receipt
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -34,10 +34,13 @@ from fedqueue.protocol.messages import (
     StopRun,
     SubmitJob,
     UpdateArrived,
+    WorkTaken,
 )
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.protocol.strategies import STRATEGIES
-from tests.conftest import STRATEGY_NAMES, Trace, config_of, facility, trace_of
+from fedqueue.sim.learning import Learning
+from fedqueue.sim.runner import simulate
+from tests.conftest import ONE_A_ROUND, STRATEGY_NAMES, Trace, config_of, facility, trace_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -52,6 +55,17 @@ SPIKE = [
         queue={"kind": "spike", "mean": 3.0, "rho": 0.0, "factor": 4.0, "spike_at": 8.0, "spike_seconds": 5.0},
     ),
 ]
+
+"""Of just in time, so that a scenario shows one thing at a time."""
+
+STAY: dict[str, dict[str, Any]] = {
+    "jit": {},
+    "fedqueue": {},
+    "fedasync": {},
+    "fedavg": {"steps": 20},
+    "fedbuff": {"steps": 20, "buffer": 2},
+    "fedcompass": {"min_steps": 10, "max_steps": 40},
+}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     **{f"{name}-calm": {"strategy": name, "facilities": FIXED, "rounds": 3} for name in STRATEGY_NAMES},
@@ -92,6 +106,54 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "rounds": 3,
         "options": {"pipeline": "independent"},
     },
+    **{
+        f"{name}-stays": {
+            "strategy": name,
+            "facilities": FIXED,
+            "rounds": 5,
+            "seconds": 60.0,
+            "options": {"stay": 24.0, **options},
+        }
+        for name, options in STAY.items()
+    },
+    "jit-stays-ahead": {
+        "strategy": "jit",
+        "facilities": [{**FIXED[0], "latency_seconds": 0.5}, {**FIXED[1], "latency_seconds": 1.0}],
+        "rounds": 4,
+        "options": {"stay": 24.0},
+    },
+    "jit-stays-absent": {
+        "strategy": "jit",
+        "facilities": FIXED,
+        "rounds": 7,
+        "options": {"stay": 24.0, "round_length": 4.0, "absent": 0.5},
+        "faults": [{"kind": "outage", "facility": "west", "at": 9.5, "seconds": 100.0, "loses_jobs": True}],
+    },
+    "jit-stays-chain": {
+        "strategy": "jit",
+        "facilities": FIXED,
+        "rounds": 5,
+        "seconds": 60.0,
+        "options": {"stay": 24.0, "pipeline": "chain"},
+    },
+    "jit-stays-cap": {  # 40 s for east: a job as it is wanted, then what is left
+        "strategy": "jit",
+        "facilities": [{**FIXED[0], "node_hours": 40.0 / 3600}, FIXED[1]],
+        "seconds": 60.0,
+        "options": {"stay": 24.0},
+    },
+    "jit-stays-failures": {
+        "strategy": "jit",
+        "facilities": FIXED,
+        "seconds": 80.0,
+        "options": {"stay": 24.0},
+        "faults": [
+            {"kind": "preempt", "facility": "east", "jobs": [0]},
+            {"kind": "fail", "facility": "west", "jobs": [0]},
+            {"kind": "corrupt", "facility": "west", "jobs": [1]},
+            {"kind": "duplicate", "facility": "east", "jobs": [1]},
+        ],
+    },
     "fedavg-outage": {
         "strategy": "fedavg",
         "facilities": FIXED,
@@ -114,23 +176,30 @@ def words(command: Command) -> str:
             extra = f" after {order.after}" if order.after else ""
             extra += f" replacing {order.replaces}" if order.replaces else ""
             extra += " (warm-up)" if order.purpose == "warm_up" else ""
+            extra += f", to stay unless idle for {order.stay:g} s" if order.stay is not None else ""
             return f"SubmitJob {order.job_id} for {order.wall_seconds:.2f} s{extra}"
-        case AssignWork(job_id=job, assignment=work):
-            return f"AssignWork {job}: {assignment(work)}"
+        case AssignWork(job_id=job, assignment=work, part=part):
+            return f"AssignWork {job}{part_of(part)}: {assignment(work)}"
         case PostWork(facility=name, standing=s):
-            return f"PostWork {name}: version {s.version}, cutoff {s.next_cutoff:g}, {s.steps_per_second:.4g} steps/s"
+            start = f"PostWork {name}: version {s.version}, cutoff {s.next_cutoff:g}, {s.steps_per_second:.4g} steps/s"
+            return start + (f", from job {s.from_job} on" if s.from_job else "") + (", train ahead" if s.ahead else "")
         case CancelJob(job_id=job):
             return f"CancelJob {job}"
         case SetTimer(key=key, at=at):
             return f"SetTimer {key} at {at:.2f}"
-        case Aggregate(from_version=old, to_version=new, weights=weights):
-            shares = ", ".join(f"{s.job_id} x {s.weight:.3f}" for s in weights) or "nothing"
-            return f"Aggregate {old} -> {new}: {shares}"
+        case Aggregate(from_version=old, to_version=new, weights=weights, step=step):
+            shares = ", ".join(f"{s.job_id}{part_of(s.part)} x {s.weight:.3f}{' again' * s.again}" for s in weights)
+            stepped = "" if step is None else f", by a step of {step.rate:.3g}"
+            return f"Aggregate {old} -> {new}: {shares or 'nothing'}{stepped}"
         case Record(kind=kind, facts=facts):
             shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}
             return f"Record {kind}: " + ", ".join(f"{k} {v}" for k, v in shown.items())
         case StopRun(reason=reason):
             return f"StopRun: {reason}"
+
+
+def part_of(part: int) -> str:
+    return f" part {part}" if part else ""
 
 
 def assignment(work: Assignment) -> str:
@@ -143,10 +212,15 @@ def happened(event: Event) -> str:
     details.pop("at")
     match event:
         case UpdateArrived(receipt=r):
-            return f"UpdateArrived {r.job_id}#{r.attempt}: {r.steps_done} steps from version {r.base_version}"
+            which = f"{r.job_id}#{r.attempt}{part_of(r.part)}"
+            ahead = f", {r.ahead} of them ahead" if r.ahead else ""
+            return f"UpdateArrived {which}: {r.steps_done} steps from version {r.base_version}{ahead}"
         case JobStarted(bound=bound) if bound is not None:
             waited = f"after {event.admission_delay:.2f} s" + (f" + {event.lingered:.2f} s" if event.lingered else "")
             return f"JobStarted {event.job_id}#{event.attempt} {waited}, takes {assignment(bound)}"
+        case WorkTaken(bound=bound) if bound is not None:
+            which = f"{event.job_id}#{event.attempt} part {event.part} after {event.waited:.2f} s"
+            return f"WorkTaken {which}, takes {assignment(bound)}"
     for quiet in ("lingered", "ago", "digest", "reason", "mended"):  # said only where they say something
         if not details.get(quiet, True):
             del details[quiet]
@@ -164,11 +238,36 @@ def text_of(trace: Trace) -> str:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_run_is_as_written_down(scenario: str, request: pytest.FixtureRequest) -> None:
-    compare(scenario, text_of(trace_of(config_of(**SCENARIOS[scenario]))), request)
+    facts = dict(SCENARIOS[scenario])
+    if facts["strategy"] == "jit":
+        facts["options"] = ONE_A_ROUND | facts.get("options", {})
+    compare(scenario, text_of(trace_of(config_of(**facts))), request)
+
+
+class Late(Learning):
+    """Late in training: scores stand still, and updates hardly agree; from version 14 on they do."""
+
+    def aggregate(self, command: Aggregate) -> float | None:
+        return None if not command.agreement else 0.1 if command.to_version < 14 else 0.9
+
+    def score(self, version: int) -> dict[str, float]:
+        return {"score": 0.5}
+
+
+def test_rounds_by_rule_are_as_written_down(request: pytest.FixtureRequest) -> None:
+    """They are short at first, grow late in training up to twice that, and shrink back."""
+    sites = [{**site, "latency_seconds": 0.25} for site in FIXED]
+    config = config_of(
+        "jit", facilities=sites, rounds=20, options={"stay": "auto", "rounds": "auto", "min_steps": 5, "absent": 0.7}
+    )
+    trace: Trace = []
+    simulate(config, learned=(Late(1.0), None), listeners=[lambda event, said: trace.append((event, list(said)))])
+    compare("jit-rounds-auto", text_of(trace), request)
 
 
 def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> None:
-    """Pause, drain, a refusal, a coordinator that was down, a forecast from outside, a model that could not be made."""
+    """Pause, drain, a refusal, a coordinator that was down, a forecast from outside, a facility that is revoked, a
+    model that could not be made."""
     plan = Plan(
         facilities=tuple(
             FacilityProfile(name=name, data_weight=0.5, steps_per_second=10.0, first_delay=2.0)
@@ -178,7 +277,7 @@ def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> 
         rounds=9,
         stop_at_score=0.9,
     )
-    strategy = STRATEGIES["jit"](plan, STRATEGIES["jit"].Options())
+    strategy = STRATEGIES["jit"](plan, STRATEGIES["jit"].Options(**ONE_A_ROUND))
     events: list[Event] = [
         RunStarted(at=0.0),
         ForecastIssued(at=1.0, facility="east", mean=4.0, quantiles=((0.5, 3.0), (0.9, 9.0)), source="boosting"),
@@ -194,6 +293,13 @@ def test_operator_events_are_as_written_down(request: pytest.FixtureRequest) -> 
         RunPaused(at=3.0),
         RunResumed(at=3.0),
         CoordinatorResumed(at=4.0, down_seconds=3600.0),
+        UpdateArrived(
+            at=9.0,
+            receipt=Receipt(
+                job_id="east/0", attempt=0, base_version=0, steps_done=79, train_seconds=6.5, admission_delay=2.0
+            ),
+        ),
+        messages.UpdatesWithdrawn(at=9.5, facility="east", reason="east was revoked"),
         messages.TimerFired(at=10.0, key="cutoff/0"),
         RunPaused(at=10.5, reason="model 1 cannot be made: the disk is full; make room"),
         messages.ModelReady(at=10.5, version=1),
@@ -239,4 +345,4 @@ def test_every_kind_of_event_command_and_record_appears_in_some_golden_trace() -
 
 
 def test_golden_folder_holds_nothing_else() -> None:
-    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "operator", "stop"}
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "jit-rounds-auto", "operator", "stop"}

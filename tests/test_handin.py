@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedqueue.worker.handin import choose
+from fedqueue.worker.job_folder import choose
 from fedqueue.worker.participate import ParticipateError, participate
 from tests.jobs import (
     TRAINED,

@@ -16,6 +16,8 @@ from tests.gridengine import grid_engine
 from tests.pbs import stand_in
 from tests.slurm import clusters
 
+pytestmark = pytest.mark.waits(8)
+
 Call = Callable[..., object]
 
 
@@ -52,7 +54,7 @@ def test_a_held_job_is_named_with_the_command_that_releases_it(
             run.run_until(lambda line=line: line in status(run, capsys), "and in what the operator sees")  # type: ignore[misc]
             (told,) = (told for told in run.log("only").splitlines() if line in told)
             call(*told.split("`")[1].split())  # as a person would who reads it
-        run.run_to_end(120.0)
+        run.run_to_end()
         assert run.log("only").count("held jobs: well again") == 2
 
 

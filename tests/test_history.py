@@ -26,7 +26,7 @@ from fedqueue.history.sorting import TraceWriter
 from fedqueue.history.trace import write_log
 from fedqueue.sim.queues import read_trace
 from tests.gridengine import grid_engine
-from tests.slurm import wait_for
+from tests.waiting import wait_for
 
 LOGS = Path(__file__).parent / "logs"
 BEGIN = 1767607200  # 2026-01-05 10:00 UTC, a Monday
@@ -228,9 +228,9 @@ def test_a_sort_that_does_not_fit_is_the_sort(log: JobLog, pages: int, tmp_path:
 
 @pytest.mark.parametrize("name", ["sacct.txt", "pbs-accounting", "sge-accounting", "small.swf"])
 def test_a_queue_of_a_config_may_be_a_log_of_any_format(name: str) -> None:
-    submits, waits = read_trace(LOGS / name, TraceQueue(file=name, max_requested=7200.0))
-    assert submits[0] == 0
-    assert waits[0] == 600
+    jobs = read_trace(LOGS / name, TraceQueue(file=name, max_requested=7200.0)).whole
+    assert jobs.submits[0] == 0
+    assert jobs.waits[0] == 600
 
 
 # Broken files --------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_the_accounting_file_of_a_real_grid_engine(tmp_path: Path, monkeypatch: 
         for _ in range(2):
             engine.call("qsub", "-terse", "-l", "h_rt=120", *log, str(script))
         file = engine.root / "default" / "common" / "accounting"
-        wait_for(lambda: file.exists() and file.read_text().count(":sge:") == 2, 90.0, "two records", engine.log)
+        wait_for(lambda: file.exists() and file.read_text().count(":sge:") == 2, "two records", engine.log)
         monkeypatch.setenv("SGE_ROOT", str(engine.root))
         monkeypatch.delenv("SGE_CELL", raising=False)
         found = read_live("sge", 1)

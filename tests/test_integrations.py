@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedqueue import data
-from tests.jobs import LAUNCHER_VARIABLES, ROOT, check_ended, enter, make_job, result_of, update_of
+from tests.jobs import LAUNCHER_VARIABLES, ROOT, check_ended, enter, make_job, result_of, standing_of, update_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -182,6 +184,151 @@ def test_trainer_that_ends_by_itself_counts_the_steps_it_did(tmp_path: Path, mon
     assert (result["steps_done"], result["samples"], result["stopped_by"]) == (2, 8, "script")
 
 
+def bring_two_parts(home: Path) -> None:
+    """Further work of four steps, as an agent brings it."""
+    place = home / "jobs/3/attempt-0/part-1"
+    place.mkdir()
+    work = {"base_version": 4, "steps": 4, "learning_rate": 0.02, "model": str(home / "m.safetensors")}
+    (place / "further.json").write_text(json.dumps(work))
+
+
+def parts_of(home: Path) -> list[tuple[int, int]]:
+    """Base version and steps of what was handed in."""
+    attempt = home / "jobs/3/attempt-0"
+    results = [json.loads((place / "result.json").read_text()) for place in (attempt, attempt / "part-1")]
+    assert json.loads((attempt / "left.json").read_text()) == {"parts": 2}
+    return [(result["base_version"], result["steps_done"]) for result in results]
+
+
+@transformers_only
+def test_trainer_goes_from_part_to_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedqueue import participate
+    from fedqueue.integrations.huggingface import FedQueueCallback
+
+    model = tiny_llama()
+    enter(monkeypatch, make_job(tmp_path, save_model(tmp_path / "m.safetensors", model), steps=3, stay=0.3))
+    bring_two_parts(tmp_path)
+    with participate() as work:
+        for part in work.parts():
+            trainer_of(model, tmp_path / "out", [FedQueueCallback(part)], max_steps=part.assigned_steps).train()
+    assert parts_of(tmp_path) == [(3, 3), (4, 4)]
+
+
+@lightning_only
+def test_lightning_goes_from_part_to_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedqueue import participate
+    from fedqueue.integrations.lightning import FedQueueCallback
+
+    module, loader = lightning_parts()
+    enter(monkeypatch, make_job(tmp_path, save_model(tmp_path / "m.safetensors", module), steps=3, stay=0.3))
+    bring_two_parts(tmp_path)
+    with participate() as work:
+        for part in work.parts():
+            fit_with_lightning(tmp_path, module, loader, FedQueueCallback(part), max_steps=part.assigned_steps)
+    assert parts_of(tmp_path) == [(3, 3), (4, 4)]
+    assert module.rates == [0.01] * 3 + [0.02] * 4
+
+
+class TrainsOn:
+    """A job with posted work that trains on while its next model is not there, as with `jit`: its files, and what its
+    loop was seen to do."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        self._home = home
+        self._standing = standing_of(
+            save_model(home / "v3.safetensors", module),
+            ahead=True,
+            next_cutoff=time.time() + 1000.0,  # no machine is so slow that fewer steps fit
+            round_length=1000.0,
+            steps_per_second=0.004,
+            stay_overhead=1.0,
+        )
+        enter(monkeypatch, make_job(home, standing=self._standing, stay=1000.0, wall_seconds=1000.0))
+        self.began: list[tuple[int, bool, Any]] = []
+        """Part, whether ahead, and the model that the loop began from."""
+        self.steps_ahead = self.steps_own = 0
+
+    def stepped(self, part: Any, state: dict[str, Any]) -> None:
+        """A step was begun. The third ahead finds that the next model has come."""
+        here = (part.part, part.is_ahead)
+        if not self.began or self.began[-1][:2] != here:
+            self.began.append((*here, {name: tensor.detach().clone() for name, tensor in state.items()}))
+        self.steps_ahead += part.is_ahead
+        self.steps_own += not part.is_ahead
+        if part.is_ahead and self.steps_ahead == 3:
+            newer = {**self._standing, "version": 4, "number": 8, "learning_rate": 0.02}
+            beside = self._home / "beside"
+            beside.write_text(json.dumps(newer))
+            beside.replace(self._home / "standing.json")
+
+    def check(self) -> None:
+        from safetensors.torch import load_file
+
+        assert [seen[:2] for seen in self.began] == [(0, False), (1, True), (1, False)]
+        attempt = self._home / "jobs/3/attempt-0"
+        first, handed_in = load_file(self._home / "v3.safetensors"), load_file(attempt / "update.safetensors")
+        before, result = (json.loads((place / "result.json").read_text()) for place in (attempt, attempt / "part-1"))
+        assert (before["base_version"], result["base_version"]) == (3, 4)
+        assert result["ahead"] == self.steps_ahead >= 3
+        assert before["steps_done"] + result["steps_done"] == self.steps_own + self.steps_ahead
+        carried = False
+        for name, start in first.items():
+            _, own, from_next = (state[name] for _, _, state in self.began)
+            assert torch.equal(own, handed_in[name]), "it went on from its own weights"
+            carried = carried or not torch.equal(from_next, start)
+        assert carried, "the next model has the values of the first, and what was trained ahead is added"
+
+
+@transformers_only
+def test_trainer_trains_on_from_its_own_weights_until_the_next_model_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainerCallback
+
+    from fedqueue import participate
+    from fedqueue.integrations.huggingface import FedQueueCallback
+
+    model = tiny_llama()
+    job = TrainsOn(tmp_path, monkeypatch, model)
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            job.stepped(part, kwargs["model"].state_dict())
+
+    with participate() as work:
+        for part in work.parts():
+            callbacks = [FedQueueCallback(part), Look()]
+            trainer_of(model, tmp_path / "out", callbacks, max_steps=part.assigned_steps).train()
+            if part.part == 1 and not part.is_ahead:
+                break
+    job.check()
+
+
+@lightning_only
+def test_lightning_trains_on_from_its_own_weights_until_the_next_model_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch import Callback
+
+    from fedqueue import participate
+    from fedqueue.integrations.lightning import FedQueueCallback
+
+    module, loader = lightning_parts()
+    job = TrainsOn(tmp_path, monkeypatch, module)
+
+    class Look(Callback):  # type: ignore[misc, unused-ignore]
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            job.stepped(part, pl_module.state_dict())
+
+    with participate() as work:
+        for part in work.parts():
+            fit_with_lightning(tmp_path, module, loader, FedQueueCallback(part), Look(), max_steps=part.assigned_steps)
+            if part.part == 1 and not part.is_ahead:
+                break
+    job.check()
+    assert set(module.rates[-3:]) == {0.02}
+
+
 def lightning_parts() -> tuple[Any, Any]:
     from lightning.pytorch import LightningModule
     from torch.utils.data import DataLoader, TensorDataset
@@ -208,12 +355,12 @@ def lightning_parts() -> tuple[Any, Any]:
     return Module(), DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=4)
 
 
-def fit_with_lightning(folder: Path, module: Any, loader: Any, callback: Any, **changes: Any) -> None:
+def fit_with_lightning(folder: Path, module: Any, loader: Any, *callbacks: Any, **changes: Any) -> None:
     from lightning.pytorch import Trainer
 
     settings = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     limits: dict[str, Any] = {"max_epochs": -1, "enable_model_summary": False, "default_root_dir": folder}
-    Trainer(**{**settings, **limits, **changes}, callbacks=[callback]).fit(module, loader)
+    Trainer(**{**settings, **limits, **changes}, callbacks=list(callbacks)).fit(module, loader)
 
 
 @lightning_only

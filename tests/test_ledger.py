@@ -62,7 +62,7 @@ def test_replay_of_a_run_gives_the_same_commands(strategy: str, tmp_path: Path) 
     ],
 )
 def test_replay_notices_a_ledger_that_was_changed(damage: str, tmp_path: Path) -> None:
-    run_into(tmp_path / "run", rounds=8)
+    run_into(tmp_path / "run", "fedqueue", rounds=8)
     with sqlite3.connect(tmp_path / "run" / FILE) as db:
         assert db.execute(damage).rowcount > 0
     db.close()

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from fedqueue.agent import live_forecast as foreseeing
-from fedqueue.agent.agent_state import Closed, Notes, Work
+from fedqueue.agent.jobs import Jobs
+from fedqueue.agent.journal import Closed, Notes, SiteJob
 from fedqueue.agent.live_forecast import LiveForecast
 from fedqueue.agent.schedulers import SchedulerUnreachableError
 from fedqueue.agent.settings import AgentConfig, AgentSettings
-from fedqueue.agent.station import Station
-from fedqueue.filetime import FileClock
+from fedqueue.files import FileClock
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.trace import write_log
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.contract import JobOrder, Order
 from fedqueue.protocol.messages import ForecastIssued
-from fedqueue.protocol.reports import Foreseen, Started, event_of
+from fedqueue.protocol.reports import ForecastMade, Started, event_of
 from tests.coordinators import Served, refusal, serving
 from tests.test_forecasting import one_server
 
@@ -68,7 +68,6 @@ class Home:
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
         self.scheduler = Oracle()
-        self.said: list[str] = []
         self.now = 1000.0
         self._settings = AgentSettings(home="home", command="true", forecast_seconds=1e-9, **settings)
         self._clock = Clock(self)
@@ -79,33 +78,35 @@ class Home:
         scheduler: Any = self.scheduler
         self.close()
         self.notes = Notes(self.path, self._clock)
-        station = Station(
-            AgentConfig(agent=self._settings), self.path, "north", scheduler, self.notes, self.said.append
-        )
-        self.foreseeing = LiveForecast(station)
+        jobs = Jobs(AgentConfig(agent=self._settings), self.path, "north", scheduler, self.notes)
+        self.foreseeing = LiveForecast.of(jobs)
 
     def close(self) -> None:
         if hasattr(self, "notes"):
             self.notes.close()
 
+    def turn(self) -> None:
+        assert self.foreseeing is not None
+        self.foreseeing.turn()
+
     def order(self, sequence: int) -> None:
         order = Order(job_id=f"north/{sequence}", facility="north", round=0, wall_seconds=WALL)
-        work = Work(name=f"fq-{sequence}", ordered_at=self.now, job=JobOrder(order=order))
+        work = SiteJob(name=f"fq-{sequence}", ordered_at=self.now, job=JobOrder(order=order))
         self.notes.note(work)
-        self.foreseeing.turn()  # it looks at the queue before the job is there
+        self.turn()  # it looks at the queue before the job is there
         self.notes.note(replace(work, scheduler_id=str(sequence), submitted_at=self.now))
-        self.foreseeing.turn()
+        self.turn()
 
     def start(self, sequence: int, wait: float) -> None:
         self.now += wait
         self.notes.note(self.notes.report(Started, sequence=sequence, attempt=0, admission_delay=wait, ago=0.0))
-        self.foreseeing.turn()
+        self.turn()
         self.notes.note(Closed(sequence=sequence))
-        self.foreseeing.turn()
+        self.turn()
 
-    def foreseen(self) -> list[Foreseen]:
+    def foreseen(self) -> list[ForecastMade]:
         reports = (found.report for found in self.notes.memory.reports.values())
-        return [report for report in reports if isinstance(report, Foreseen)]
+        return [report for report in reports if isinstance(report, ForecastMade)]
 
 
 @pytest.fixture
@@ -151,24 +152,23 @@ def test_without_an_estimate_own_waits_count_and_little_changes_are_not_sent(hom
     assert len(north.foreseen()) < 10
 
 
-def test_no_forecast_when_off_and_trouble_costs_nothing_else(home: Callable[..., Home]) -> None:
-    off = home()
-    off.order(0)
-    off.start(0, wait=10.0)
-    assert off.scheduler.asked == 0
+def test_no_forecast_when_off_and_trouble_costs_nothing_else(home: Callable[..., Home], said: list[str]) -> None:
+    assert home().foreseeing is None
     north = home(forecast="scheduler")
     (north.path / foreseeing.FILE).write_text("{torn")
     north.scheduler.reachable = False
     north.order(1)
     north.start(1, wait=10.0)
     assert north.foreseen() == []
-    assert north.said == ["forecasts.json in the agent's home cannot be read: forecasts begin anew"]
+    assert said == ["forecasts.json in the agent's home cannot be read: forecasts begin anew"]
     boosted = home(forecast="boosting")
     boosted.order(2)
-    assert boosted.said[-1] == "no forecast: oracle does not list its queue; set agent.forecast to off"
+    assert said[-1] == "no forecast: oracle does not list its queue; set agent.forecast to off"
 
 
-def test_boosting_learns_from_a_log_and_goes_on_with_listings(tmp_path: Path, home: Callable[..., Home]) -> None:
+def test_boosting_learns_from_a_log_and_goes_on_with_listings(
+    tmp_path: Path, home: Callable[..., Home], said: list[str]
+) -> None:
     log = one_server(600)
     procs = int(log.procs[-1])
     write_log(log, tmp_path / "past.csv")
@@ -179,7 +179,7 @@ def test_boosting_learns_from_a_log_and_goes_on_with_listings(tmp_path: Path, ho
     north.order(0)
     north.scheduler.queue = {**waiting, "0": Listed(submitted=north.now, procs=1, requested=WALL)}
     north.start(0, wait=30.0)
-    assert north.foreseen(), north.said
+    assert north.foreseen(), said
     newest = north.foreseen()[-1]
     assert newest.source == "boosting"
     assert newest.seconds == sorted(newest.seconds)

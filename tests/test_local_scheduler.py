@@ -14,7 +14,7 @@ import pytest
 
 from fedqueue.agent.schedulers import SubmitRefusedError, localjob
 from tests.sites import Site, is_alive, local_site
-from tests.slurm import wait_for
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_job_whose_process_was_killed_is_a_node_failure_and_leaves_nothing_behin
     os.kill(pid_of(local, job_id), signal.SIGKILL)
     status = local.wait(job_id, "ended")
     assert (status.outcome, status.exit_code) == ("node_fail", None)
-    wait_for(lambda: not is_alive(script), 20.0, "the end of its script")
+    wait_for(lambda: not is_alive(script), "the end of its script")
     assert local.wait(job_id, "ended") == status, "the same at the next poll"
     assert local.wait(local.submit("true"), "ended").outcome == "completed", "its slot is free"
 
@@ -46,7 +46,7 @@ def test_job_that_died_while_it_waited_does_not_block_the_queue(local: Site) -> 
     waiting = local.submit("true")
     behind = local.submit("true")
     for job_id in (waiting, behind):
-        wait_for(lambda: local.wait(job_id, "waiting").eligible_at is not None, 20.0, "its place in the queue")  # noqa: B023
+        wait_for(lambda: local.wait(job_id, "waiting").eligible_at is not None, "its place in the queue")  # noqa: B023
     os.kill(pid_of(local, waiting), signal.SIGKILL)
     local.scheduler.cancel(running)
     assert local.wait(behind, "ended").outcome == "completed"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+from typing import Any, get_args
 
 import pytest
 
@@ -50,6 +53,22 @@ def test_forecast_with_its_quantiles_survives_json() -> None:
 def test_message_that_makes_no_sense_cannot_be_made(make: object, field: str) -> None:
     with pytest.raises(ProtocolError, match=rf"\.{field} must be"):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [*get_args(Event), *get_args(Command), Order, Assignment, Receipt, Share])
+def test_messages_are_frozen_and_keyword_only_and_have_their_defaults(kind: Any) -> None:
+    fields = dataclasses.fields(kind)
+    parameters = inspect.signature(kind).parameters
+    assert list(parameters) == [field.name for field in fields]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
+    for field in fields:
+        if field.default_factory is dataclasses.MISSING:
+            known = field.default if field.default is not dataclasses.MISSING else inspect.Parameter.empty
+            assert parameters[field.name].default is known
+    made = kind.__new__(kind)
+    for name in ("at", *(field.name for field in fields)):
+        with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+            setattr(made, name, 1)
 
 
 def test_job_id_is_facility_and_sequence_even_with_odd_names() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from fedqueue import data
 from fedqueue.config import load
+from fedqueue.errors import DataError
 from fedqueue.sim.runner import simulate
+from fedqueue.training.workload import load_workload
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "mnist.toml"
 
@@ -27,3 +29,14 @@ def test_with_training_jit_reaches_the_target_before_the_others() -> None:
     assert reached["fedavg"] <= 30
     assert reached["fedqueue"] <= 40
     assert reached["jit"] < min(reached["fedavg"], reached["fedqueue"])
+
+
+def test_images_are_those_of_the_data_folder_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this process read before: a run that needs what is gone says so, and does not train for hours."""
+    if not any(p.exists() for p in data.candidates("mnist/train-images-idx3-ubyte.gz")):
+        pytest.skip(f"MNIST is not under {data.root()}: set FEDQUEUE_DATA to the folder that has it")
+    assert len(load_workload("mnist", {}).train[1]) == 60_000
+    monkeypatch.setenv("FEDQUEUE_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setattr(data, "MIRRORS", ())
+    with pytest.raises(DataError, match=r"mnist/train-images-idx3-ubyte\.gz"):
+        load_workload("mnist", {})

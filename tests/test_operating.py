@@ -25,7 +25,10 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.runs import replay
 from tests.faults.harness import free_port
 from tests.faults.ledger_checks import Story, check_counts, check_end, check_fates
-from tests.slurm import Cluster, clusters, processes_with, wait_for
+from tests.slurm import Cluster, clusters, processes_with
+from tests.waiting import LONGEST, wait_for
+
+pytestmark = pytest.mark.waits(120)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "operating.md"
@@ -38,6 +41,7 @@ HASTE = {  # what the page says, and what a test can wait for
         'host = "0.0.0.0"': 'host = "127.0.0.1"',
         "port = 8440": "port = {port}",
         'names = ["fl.example.org"]': "names = []",
+        "rounds = 50": "rounds = 100000",  # it goes on until the page stops it
         "round_length = 600.0": "round_length = 4.0",
         "model_megabytes = 1.0": "model_megabytes = 0.01",
     },
@@ -168,7 +172,7 @@ class Follower:
         if verb == "fedqueue drain":
             assert [site["state"] for site in self.status()["facilities"]] == ["active", "drained"]
         if verb == "fedqueue stop":
-            assert self.served().wait(90) == 0, self.server.logs()
+            assert self.served().wait(LONGEST) == 0, self.server.logs()
 
     def served(self) -> subprocess.Popen[bytes]:
         return [process for command, process in self.server.running if "fedqueue serve" in command][-1]
@@ -185,7 +189,7 @@ class Follower:
         def logs() -> str:
             return "\n".join(machine.logs() for machine in self.machines.values())
 
-        wait_for(lambda: bool(found := self.status()) and true(found), 120.0, what, logs)
+        wait_for(lambda: bool(found := self.status()) and true(found), what, logs)
 
     def updates(self) -> set[str]:
         with LedgerReader(self.run / FILE) as ledger:
@@ -212,7 +216,7 @@ def test_following_the_page_makes_a_run_over_two_slurm_sites(machines: dict[str,
             if not command.startswith(NOT_HERE):
                 follower.give(machines[name], command)
         (agent,) = [process for _, process in machines["north"].running]
-        assert agent.wait(60) == 0, machines["north"].logs()
+        assert agent.wait(LONGEST) == 0, machines["north"].logs()
 
     story = Story(follower.run)
     check_end(story, rounds=4)

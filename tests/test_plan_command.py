@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from fedqueue.cli import main
-from fedqueue.config import TraceQueue, load
+from fedqueue.config import TraceQueue, load, toml_key
 from fedqueue.data import find
 from fedqueue.errors import DataError
-from fedqueue.planning.config_out import _key, _table
+from fedqueue.planning.config_out import _table
+from fedqueue.protocol.messages import SubmitJob
 from fedqueue.sim.queues import read_trace
+from tests.conftest import commands_of, trace_of
 from tests.test_simulation import write_trace
 
 CONFIG = """
@@ -77,6 +80,8 @@ def test_person_sees_the_recommendation_first_within_a_hundred_columns(site: Pat
         "What is uncertain:",
         "south.wait=2x",
         "effective local steps a day",
+        "share of time training, with jobs that stay",
+        "the first half of the history advises 1 h and promises",
     ):
         assert words in out
     assert "begun anew" not in out, "six days of history hold two days"
@@ -84,10 +89,10 @@ def test_person_sees_the_recommendation_first_within_a_hundred_columns(site: Pat
 
 
 def test_written_config_loads_and_simulates_and_can_be_planned_again(site: Path, capsys: Any) -> None:
-    found = planned(capsys, *HISTORIES, "--out", "out/plan.toml")["recommendation"]
+    found = planned(capsys, *HISTORIES, "--no-stay", "--out", "out/plan.toml")["recommendation"]
     config = load(Path("out/plan.toml"))
     assert (config.run.strategy, config.run.round_length) == ("jit", found["round_length"])
-    assert config.options("jit").pipeline == found["options"]["pipeline"]
+    assert {key: getattr(config.options("jit"), key) for key in found["options"]} == found["options"]
     assert config.options("jit").patience == 0.05, "what the user chose stays"
     for facility in config.facility:
         said = found["facilities"][facility.name]
@@ -106,6 +111,52 @@ def test_written_config_loads_and_simulates_and_can_be_planned_again(site: Path,
     assert (
         main(["plan", "c.toml", *QUICK, "--history", "north=run", "--history", "south=south.csv", "--set", nodes]) == 0
     )
+
+
+def test_staying_jobs_are_searched_shown_and_written_with_what_the_history_knows(site: Path, capsys: Any) -> None:
+    """South's jobs wait hours: with one job at a time, staying ones train far more."""
+    one = ("--set", "facility.*.max_jobs=1", "--strategies", "jit")
+    found = planned(capsys, *HISTORIES, *one, "--keep-nodes", "--out", "plan.toml")
+    stay = found["recommendation"]["options"]["stay"]
+    assert {one["options"].get("stay", "off") for one in found["tried"]} >= {"off", "auto", 3600.0, 14_400.0}
+    curves = {curve["facility"]: curve for curve in found["stays"]}
+    assert curves["south"]["chosen"]["wall_seconds"] == 3600.0
+    assert 0 < curves["south"]["chosen"]["share"] < curves["north"]["chosen"]["share"] < 1
+    assert curves["north"]["check"]["promised"] == pytest.approx(curves["north"]["check"]["achieved"], abs=0.1)
+    config = load(Path("plan.toml"))
+    assert config.options("jit").stay == stay
+    assert main(["simulate", "plan.toml", "--json", "--no-plots", "--out", "run"]) == 0
+
+
+@pytest.mark.parametrize(("history", "asked_for"), [("south.csv", 3600.0), ("before", 1800.0)])
+def test_what_a_log_or_a_ledger_knows_of_waits_is_written_whatever_wins_and_is_what_staying_jobs_begin_with(
+    history: str, asked_for: float, site: Path, capsys: Any
+) -> None:
+    """South's jobs wait for hours, so what is asked for first is twice what they asked for; without a history it would
+    be eight rounds."""
+    stayed = ["run.strategy=jit", "strategy.jit.stay=1740.0", "strategy.jit.rounds=fixed", "run.seconds=400000.0"]
+    queues = [
+        f'facility.{name}.queue={{kind="fixed", delay={delay}}}' for name, delay in (("north", 60), ("south", 6e3))
+    ]
+    if history == "before":
+        assert main(["simulate", "c.toml", "--no-plots", "--out", "before", "--set", *stayed, *queues]) == 0
+        capsys.readouterr()
+    given = ("--history", "north=north.csv", "--history", f"south={history}", "--no-stay", "--keep-nodes")
+    found = planned(capsys, *given, "--out", "plan.toml")
+    assert found["recommendation"]["options"].get("stay", "off") == "off"
+    known = load(Path("plan.toml")).facility[1].known_waits
+    assert {wall for wall, _ in known} == {asked_for}
+    assert max(wait for _, wait in known) > 3600
+    assert first_job_of("south", known) == pytest.approx(2 * asked_for, rel=0.1)
+    assert first_job_of("south", []) != pytest.approx(2 * asked_for, rel=0.2)
+
+
+def first_job_of(facility: str, known: list[tuple[float, float]]) -> float:
+    """Seconds that the first job with stay = "auto" asks for, in the simulation of a plan."""
+    config = load(Path("plan.toml"), ["run.strategy=jit", "strategy.jit.stay=auto", "run.rounds=3"])
+    config = replace(config, facility=[replace(f, known_waits=known) for f in config.facility])
+    orders = [command.order for command in commands_of(trace_of(config), SubmitJob)]
+    return float(next(order.wall_seconds for order in orders if order.facility == facility))
 
 
 def test_plan_that_cannot_be_written_is_told_all_the_same(site: Path, capsys: Any) -> None:
@@ -130,8 +181,7 @@ def test_history_of_one_facility_in_a_ledger_is_written_beside_the_config(site: 
     first = Path("plan-south.csv").read_text()
     queue = load(Path("plan.toml")).facility[1].queue
     assert isinstance(queue, TraceQueue)
-    _, waits = read_trace(Path(queue.file), queue)
-    assert min(waits) >= 7200
+    assert min(read_trace(Path(queue.file), queue).whole.waits) >= 7200
     Path("plan.toml").unlink()
     assert main(["plan", "c.toml", *QUICK, *both, "--keep-nodes", "--out", "plan.toml"]) == 2
     assert "plan-north.csv: exists already; nothing was changed" in capsys.readouterr().err
@@ -203,7 +253,7 @@ def test_toml_is_written_as_it_is_read() -> None:
         "facility": [{"name": 'tab\t"quote"', "queue": {"kind": "fixed", "delay": 1e-07}}, {"name": "ü\x7f"}],
     }
     assert tomllib.loads("\n".join(_table(tree, {("run", "name"): "why"}))) == tree
-    assert _key("so.uth") == '"so.uth"'
+    assert toml_key("so.uth") == '"so.uth"'
 
 
 def test_plan_over_real_traces(in_tmp: Path, capsys: Any) -> None:
@@ -215,6 +265,8 @@ def test_plan_over_real_traces(in_tmp: Path, capsys: Any) -> None:
     args = ("--history", "north=anl-theta-2021.csv.gz", "--history", "south=kth-sp2-1996.csv.gz", "--keep-nodes")
     found = planned(capsys, *args, "--out", "plan.toml")
     assert found["recommendation"]["strategy"] == "jit"
-    assert found["recommendation"]["facilities"]["south"]["history"]["jobs"] > 1000
+    history = found["recommendation"]["facilities"]["south"]["history"]
+    assert history["jobs"] >= 50
+    assert history["requested_about"] is not None
     assert 0 < found["price"]["fedavg_cost"] < 1
     assert load(Path("plan.toml")).run.strategy == "jit"

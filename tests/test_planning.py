@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedqueue import data
+from fedqueue.config import FixedQueue
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.history.joblog import JobLog
+from fedqueue.history.read import read_log
+from fedqueue.history.requests import ByRequest, Waits
 from fedqueue.planning import whatif
 from fedqueue.planning.advice import Advice, Wish, advise
 from fedqueue.planning.candidates import Candidate, ladder
@@ -20,9 +24,10 @@ from fedqueue.planning.measure import Worth
 from fedqueue.planning.places import Place, alike
 from fedqueue.planning.search import Searcher, Setting, simulate
 from fedqueue.planning.shapes import Shape, choose, sizes_of
+from fedqueue.planning.stays import replay, stay_curve
 from fedqueue.report.planning import frontier
-from fedqueue.sim.queues import Recorded
-from tests.conftest import config_of, facility
+from fedqueue.sim.queues import Recorded, make_queue
+from tests.conftest import ONE_A_ROUND, config_of, facility
 
 HOUR = 3600.0
 
@@ -63,7 +68,7 @@ def test_jobs_that_wait_a_round_each_give_the_updates_that_arithmetic_gives() ->
     """Without a pipeline and with fixed waits of an hour: submitted at a cutoff, started an hour later, trained until
     the next cutoff. Rounds of two hours: an update of an hour every two hours."""
     places = places_of({"east": HOUR, "west": HOUR})
-    candidate = Candidate("jit", 2 * HOUR, (("pipeline", "off"),))
+    candidate = Candidate("jit", 2 * HOUR, (("pipeline", "off"), *ONE_A_ROUND.items()))
     outcome = simulate(setting_of(places, returns=1.0), places, candidate, 0, 2 * 86_400.0)
     assert outcome.total("updates") == pytest.approx(2 * 12, rel=0.05)
     assert outcome.total("steps") == pytest.approx(2 * 12 * HOUR * 10, rel=0.05)
@@ -74,8 +79,12 @@ def test_jobs_that_wait_a_round_each_give_the_updates_that_arithmetic_gives() ->
 
 def test_best_round_length_without_a_pipeline_follows_the_wait() -> None:
     """With jobs that may not overlap and a fixed wait q, rounds of T give sqrt(T - q) every T: best at T = 2 q."""
-    advice = plan(places_of({"east": HOUR}, max_jobs=1), shortest=600.0, longest=86_400.0)
+    places = places_of({"east": HOUR}, max_jobs=1)
+    advice = plan(places, shortest=600.0, longest=86_400.0, may_stay=False)
     assert advice.best.candidate.length == 2 * HOUR
+    staying = plan(places, shortest=600.0, longest=86_400.0)
+    assert dict(staying.best.candidate.options)["stay"] != "off", "where jobs may stay, they should"
+    assert staying.best.mean("work") > 2 * advice.best.mean("work")
     assert advice.price is None, "there is nobody to wait for"
     assert advice.facilities[0].updates == pytest.approx(12, rel=0.1)
     assert advice.facilities[0].wait_median == HOUR
@@ -126,7 +135,8 @@ def test_longer_waits_never_give_more_work(wait: float, factor: float, strategy:
     places = places_of({"east": wait, "west": 120.0})
     longer = whatif.apply(f"east.wait={factor!r}x", places, 0.9)
     searcher = Searcher(setting_of(places, days=1.0), 1)
-    tries = [Candidate(strategy, length, ()) for length in (1200.0, 2 * HOUR, 8 * HOUR)]
+    options = tuple(ONE_A_ROUND.items()) if strategy == "jit" else ()
+    tries = [Candidate(strategy, length, options) for length in (1200.0, 2 * HOUR, 8 * HOUR)]
     best = max(simulate(searcher.setting, places, c, 0, 86_400.0).total("work") for c in tries)
     worse = max(simulate(searcher.setting, longer, c, 0, 86_400.0).total("work") for c in tries)
     assert worse <= best * 1.02, "but for where the last round falls"
@@ -220,7 +230,7 @@ def test_twice_the_node_hours_must_bring_a_fifth_more_work() -> None:
     assert shape(1.19, 2.0).score < shape(1.0, 1.0).score < shape(1.21, 2.0).score
 
 
-def test_jobs_that_ask_for_less_are_compared_with_jobs_that_did() -> None:
+def test_jobs_are_compared_with_jobs_that_asked_for_about_as_much() -> None:
     short, long = log_of({1: 10.0}, requested=1800.0), log_of({1: 500.0}, requested=40_000.0)
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(short, name), getattr(long, name)])
@@ -229,18 +239,19 @@ def test_jobs_that_ask_for_less_are_compared_with_jobs_that_did() -> None:
     order = np.argsort(columns["submit"], kind="stable")
     log = JobLog(name="log", **{name: column[order] for name, column in columns.items()})
     place = Place(settings=places_of({"east": 0.0})[0].settings, log=log, procs=(1, 1))
-    assert place.waits(1200.0).quantile(0.9) == 10.0
-    assert place.waits(1200.0).max_requested == HOUR
-    assert place.waits(30_000.0).quantile(0.9) == 500.0
+    assert place.jobs.like(1200.0).quantile(0.9) == 10.0
+    assert place.jobs.like(1200.0).about == HOUR / 2
+    assert place.jobs.like(30_000.0).quantile(0.9) == 500.0
 
 
 @given(start=st.floats(0.0, 0.999), at=st.floats(0.0, 1e6))
 def test_replay_gives_the_wait_of_the_next_job_and_begins_anew(start: float, at: float) -> None:
     submits, waits = [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]
-    queue = Recorded(submits=submits, waits=waits, first=0.0, length=21.0, start=start * 21.0, factor=2.0)
+    jobs = ByRequest(Waits(submits, waits), {})
+    queue = Recorded(jobs=jobs, first=0.0, length=21.0, start=start * 21.0, factor=2.0)
     moment = (start * 21.0 + at) % 21.0
     expected = 1.0 if moment == 0 else 2.0 if moment <= 10 else 3.0 if moment <= 20 else 1.0
-    assert queue.delay(0, 0, at) == 2 * expected
+    assert queue.delay(0, 0, at, 60.0) == 2 * expected
 
 
 def test_ladder_spans_the_waits_and_keeps_to_its_limits() -> None:
@@ -257,3 +268,98 @@ def test_no_candidate_beats_the_frontier(points: list[tuple[float, float]]) -> N
     assert set(edge) <= set(points)
     for cost, gain in points:
         assert any(x <= cost and y >= gain for x, y in edge)
+
+
+# Jobs that stay -----------------------------------------------------------------------------------------
+
+
+def log_by_request(waits: dict[float, tuple[float, float]], *, every: float = 1800.0, count: int = 1000) -> JobLog:
+    """Jobs of every wall time each half hour; each waits so long in the first half of the log, and in the second."""
+    rows = [(i * every, waits[wall][i >= count // 2], wall) for i in range(count) for wall in sorted(waits)]
+    submit, wait, asked = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    procs = np.ones(len(rows), dtype=np.int64)
+    return JobLog(name="log", submit=submit, wait=wait, run=asked / 2, requested=asked, procs=procs)
+
+
+def test_replay_of_staying_jobs_by_hand() -> None:
+    """Waits of 600 s. Jobs of 1800 s: the first waits, the second is ordered 600 s before the first ends, and so on:
+    nothing is lost but the first wait. Jobs of 300 s: one starts every 600 s. Without a head start: 1800 of 2400 s."""
+    queue = make_queue(FixedQueue(delay=600.0), facility="east", seed=1, folder=Path())
+    length = 240_000.0
+    assert replay(queue, 1800.0, length) == pytest.approx((length - 600.0) / length)
+    assert replay(queue, 300.0, length) == pytest.approx(0.5, rel=0.01)
+    assert replay(queue, 1800.0, length, lead=0.0) == pytest.approx(0.75, rel=0.01)
+    assert replay(queue, 1800.0, length, lost=180.0) == pytest.approx(0.9, rel=0.01)
+
+
+def test_curve_promises_by_the_first_half_and_checks_in_the_second() -> None:
+    """Jobs of an hour wait 10 minutes, those of four hours 8 hours, and later 2 hours."""
+    log = log_by_request({HOUR: (600.0, 600.0), 4 * HOUR: (8 * HOUR, 2 * HOUR)})
+    curve = stay_curve("east", log)
+    assert curve is not None
+    assert [point.wall_seconds for point in curve.points] == [HOUR, 4 * HOUR]
+    assert [point.jobs for point in curve.points] == [1000, 1000]
+    assert curve.chosen.wall_seconds == HOUR
+    assert curve.check is not None
+    walls, promised, achieved = zip(*curve.check.shares, strict=True)
+    assert walls == (HOUR, 4 * HOUR)
+    assert promised == pytest.approx((1.0, 0.5), abs=0.02)
+    assert achieved == pytest.approx((1.0, 1.0), abs=0.02)
+    assert (curve.check.wall_seconds, curve.check.promised) == (HOUR, promised[0])
+    assert curve.check.achieved == achieved[0]
+
+
+def test_curve_keeps_to_the_limit_and_needs_jobs_that_asked_alike() -> None:
+    log = log_by_request({HOUR: (600.0, 600.0), 4 * HOUR: (600.0, 600.0)})
+    assert [p.wall_seconds for p in (stay_curve("east", log, most=2 * HOUR) or never()).points] == [HOUR]
+    assert stay_curve("east", log, most=60.0) is None
+    assert stay_curve("east", log_by_request({HOUR: (600.0, 600.0)}, count=40)) is None
+    few = stay_curve("east", log_by_request({HOUR: (600.0, 600.0)}, count=60))
+    assert few is not None
+    assert few.check is None, "neither half has enough"
+
+
+def never() -> Any:
+    raise AssertionError("there should be one")
+
+
+def test_history_in_a_config_stands_for_every_wall_time_and_spread() -> None:
+    log = log_by_request({HOUR: (600.0, 600.0), 4 * HOUR: (900.0, 900.0)})
+    place = Place(settings=places_of({"east": 0.0})[0].settings, log=log, procs=(1, 1), factor=2.0)
+    assert sorted(set(place.known_waits)) == [(HOUR, 1200.0), (4 * HOUR, 1800.0)]
+    assert len(place.known_waits) == 10
+    assert place.known_waits[:2] == [(HOUR, 1200.0), (4 * HOUR, 1800.0)], "mixed, so that the newest are not all of one"
+
+
+def test_staying_jobs_are_recommended_where_each_wait_is_long_and_two_at_once_are_not_allowed() -> None:
+    """Jobs wait six hours whatever they ask for: one job a round trains little, one of a day 80 % of the time."""
+    log = log_by_request({600.0: (6 * HOUR, 6 * HOUR), 24 * HOUR: (6 * HOUR, 6 * HOUR)})
+    place = Place(settings=places_of({"east": 0.0}, max_jobs=1)[0].settings, log=log, procs=(1, 1))
+    advice = plan((place,), shortest=600.0, longest=4 * HOUR, keep_sizes=True)
+    assert dict(advice.best.candidate.options)["stay"] != "off"
+    assert advice.facilities[0].wall_seconds > 12 * HOUR
+    (curve,) = advice.stays
+    assert curve.chosen.wall_seconds == pytest.approx(32 * HOUR), "the group of a day"
+
+
+TRACES = [
+    ("anl-theta-2022-ge128nodes", (128, 256), 0.15),
+    ("anl-theta-2021", (2, 128), 0.15),
+    ("kth-sp2-1996", (1, 8), 0.15),
+    ("cea-curie-2012", (1, 128), 0.05),
+    ("unilu-gaia-2014", (1, 12), 0.02),
+]
+
+
+@pytest.mark.parametrize(("name", "procs", "off"), TRACES, ids=[name for name, _, _ in TRACES])
+def test_promise_of_the_first_half_of_a_real_trace_holds_in_the_second(
+    name: str, procs: tuple[int, int], off: float
+) -> None:
+    found = next((p for p in data.candidates(f"traces/{name}.csv.gz") if p.exists()), None)
+    if found is None:
+        pytest.skip(f"traces/{name}.csv.gz is not under {data.root()}: set FEDQUEUE_DATA to the folder that has it")
+    curve = stay_curve(name, read_log(found).of_shape(procs), overhead=60.0, most=2 * 86_400.0)
+    assert curve is not None
+    assert curve.check is not None
+    assert curve.check.achieved == pytest.approx(curve.check.promised, abs=off)
+    assert curve.check.achieved >= 0.85 * curve.check.best, "and nothing would have been much better"

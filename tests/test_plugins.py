@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.waits(10)
+
 PROJECT = """
 [build-system]
 requires = ["setuptools"]

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedqueue.worker.binding import count_nodes
-from fedqueue.worker.distributed import Ranks
+from fedqueue.worker.job_folder import Ranks, count_nodes
 from fedqueue.worker.participate import ParticipateError, Work, participate
 from tests.jobs import (
     check_ended,
@@ -22,6 +21,8 @@ from tests.jobs import (
     torchrun,
     update_of,
 )
+
+pytestmark = pytest.mark.waits(8)
 
 DDP_BODY = """
 import time, torch, torch.distributed as dist, fedqueue
@@ -112,3 +113,53 @@ def test_nodes_are_counted_as_the_scheduler_says(tmp_path: Path) -> None:
 )
 def test_rank_comes_from_the_launcher(environment: dict[str, str], ranks: tuple[int, int]) -> None:
     assert Ranks.of(environment) == ranks
+
+
+STAYING_BODY = """
+import json, os, sys, torch, torch.distributed as dist, fedqueue
+home, second = sys.argv[1:3]
+
+def lie(**changes):  # as the agent does, while the job trains
+    standing = {**json.load(open(f"{home}/standing.json")), **changes}
+    json.dump(standing, open(f"{home}/beside", "w"))
+    os.replace(f"{home}/beside", f"{home}/standing.json")
+
+seen = []
+with fedqueue.participate() as work:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for part in work.parts():
+        state, steps = part.model(), 0
+        began = float(state["weight"][0, 0])
+        for step in part.steps():
+            steps += 1
+            state = {name: value + 1 for name, value in state.items()}
+            part.count(samples=1)
+            if rank == 0 and part.is_ahead and steps == 3:
+                lie(version=4, number=8, model=second)
+            if rank == 0 and part.part == 1 and not part.is_ahead:
+                lie(from_job=4, version=5, number=9)
+            if not part.is_ahead and steps == 2:
+                break
+        seen.append([part.part, part.is_ahead, began, steps])
+        part.submit(state if rank == 0 else None)
+json.dump(seen, open(f"{home}/seen-{rank}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_go_from_part_to_part_together(tmp_path: Path, linear: Path) -> None:
+    weights = {"weight": np.full((2, 3), 100.0, np.float32), "bias": np.zeros(2, np.float32)}
+    second = save(tmp_path / "models" / "second.safetensors", **weights)
+    standing = standing_of(linear, ahead=True, next_cutoff=time.time() + 100.0, round_length=1000.0)
+    environment = make_job(tmp_path, standing=standing, stay=1000.0, wall_seconds=1000.0)
+    job = torchrun(tmp_path, environment, STAYING_BODY.replace("sys.argv[1:3]", repr([str(tmp_path), str(second)])))
+    check_ended(job)
+    ranks = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
+    ahead = ranks[0][1][3]  # until it has looked whether the next model is there
+    assert ahead >= 3
+    assert ranks[0] == ranks[1] == [[0, False, 1.0, 2], [1, True, 3.0, ahead], [1, False, 100.0 + ahead, 2]]
+    attempt = tmp_path / "jobs/3/attempt-0"
+    result = json.loads((attempt / "part-1/result.json").read_text())
+    assert (result["steps_done"], result["ahead"]) == (ahead + 2, ahead)
+    assert json.loads((attempt / "left.json").read_text()) == {"parts": 2}

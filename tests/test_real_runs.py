@@ -23,7 +23,9 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.contract import WALL_TIME
 from fedqueue.runs import replay
 from tests.conftest import journal, strictly
-from tests.slurm import wait_for
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.waits(15)
 
 ROOT = Path(__file__).parent.parent
 
@@ -248,7 +250,7 @@ def test_interrupted_run_goes_on_where_it_was(config: Path) -> None:
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
     argv += ["--set", "run.rounds=6"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    wait_for(lambda: models(folder) >= 2, 60.0, "two models")
+    wait_for(lambda: models(folder) >= 2, "two models")
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 130
@@ -304,7 +306,7 @@ def test_run_folder_has_one_coordinator(config: Path) -> None:
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: (folder / "address.json").exists(), 60.0, "a coordinator")
+        wait_for(lambda: (folder / "address.json").exists(), "a coordinator")
         second = subprocess.run(
             [sys.executable, "-m", "fedqueue", "run", str(folder)],
             capture_output=True,
@@ -319,19 +321,27 @@ def test_run_folder_has_one_coordinator(config: Path) -> None:
         process.wait(timeout=600)
 
 
+COLD_START = """
+if os.environ["FEDQUEUE_JOB"].endswith("/0"):  # all but what is kept free for handing in, of 16 s
+    began = (pathlib.Path(os.environ["FEDQUEUE_JOB"]) / "attempt-0" / "started").stat().st_mtime
+    time.sleep(max(0.0, began + 12.5 - time.time()))
+"""
+
+
 def test_job_whose_wall_time_holds_no_step_says_so_and_its_agent_asks_for_more(config: Path) -> None:
-    """A cold start that takes longer than the wall time: the job ends by itself, and the next one gets more."""
+    """A cold start that leaves no time for a step: the job ends by itself, and the next one gets more."""
     slow = WORKER.replace("import time\n", "import time, pathlib, os\n").replace(
-        "with fedqueue.participate() as work:",
-        'time.sleep(3.0 if os.environ["FEDQUEUE_JOB"].endswith("/0") else 0.0)\nwith fedqueue.participate() as work:',
+        "with fedqueue.participate() as work:", f"{COLD_START}\nwith fedqueue.participate() as work:"
     )
     (config.parent / "worker.py").write_text(slow)
-    scheduler = '{kind = "local", max_wall_seconds = 3.2}'
+    scheduler = '{kind = "local", max_wall_seconds = 16.0}'
     summary, folder = run(config, f"facility.north.scheduler={scheduler}", "run.rounds=2")
     assert summary["rounds"] == 2
     with LedgerReader(folder / FILE) as ledger:
         rows = ledger.rows("SELECT body FROM events WHERE kind = 'JobFailed' AND job = 'north/0'")
-    assert [json.loads(row["body"])["reason"] for row in rows] == [WALL_TIME]
+    (reason,) = (json.loads(row["body"])["reason"] for row in rows)
+    assert reason.startswith(WALL_TIME)
+    assert "jobs/0/output.txt at the facility and ends with: " in reason
 
 
 SLOW = """
@@ -354,7 +364,7 @@ def test_scorer_that_is_behind_goes_on_with_the_newest_model_and_says_so(config:
     argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--no-plots", "--out", str(folder)]
     argv += ["--set", f"evaluation.command='{sys.executable} score.py {over}'", "run.rounds=4"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: models(folder) >= 4, 60.0, "all models", every=0.1)
+    wait_for(lambda: models(folder) >= 4, "all models", every=0.1)
     over.touch()
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out

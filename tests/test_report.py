@@ -23,7 +23,7 @@ from fedqueue.report.plots import mean_curve
 from fedqueue.report.timeline import window
 from fedqueue.runs import SUMMARY
 from fedqueue.sim.runner import simulate
-from tests.conftest import config_of, facility
+from tests.conftest import ONE_A_ROUND, config_of, facility
 
 FAULTS: list[dict[str, Any]] = [
     {"kind": "fail", "facility": "north", "jobs": [1, 2, 3]},
@@ -35,7 +35,8 @@ STRATEGIES = ("fedqueue", "jit", "fedbuff")
 
 def config(strategy: str, rounds: int = 10) -> Config:
     sites = [facility(name, nodes=n, megabytes_per_second=2.0) for name, n in (("north", 1), ("south", 3), ("east", 2))]
-    return config_of(strategy, name="small", rounds=rounds, facilities=sites, faults=FAULTS)
+    options = ONE_A_ROUND if strategy == "jit" else {}
+    return config_of(strategy, name="small", rounds=rounds, facilities=sites, faults=FAULTS, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,7 @@ def test_numbers_of_the_tables_equal_the_summaries(runs: dict[str, Path], tmp_pa
             "local steps": summary["local_steps"],
             "model transfers": summary["model_transfers"],
             "cost node s": summary["node_seconds"],
+            "idle node s": summary["idle_node_seconds"],
         }
         facilities = page.columns(2 + 3 * row)
         assert facilities["facility"] == ["north", "south", "east", "all"]

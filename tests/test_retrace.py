@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,9 +19,14 @@ from safetensors.numpy import save_file
 
 from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
 from fedqueue.cli import main
+from fedqueue.coordinator.run_folder import stored_config
 from fedqueue.ledger import FILE
+from fedqueue.sim.playback import simulate_recording
+from fedqueue.sim.recorded import read_recording
 from tests.conftest import journal
-from tests.slurm import wait_for
+from tests.waiting import LONGEST, wait_for
+
+pytestmark = pytest.mark.waits(60)
 
 WORKER = """
 import os, time
@@ -29,16 +35,20 @@ import fedqueue
 from safetensors.numpy import load_file
 
 job = "/".join(os.environ["FEDQUEUE_JOB"].split("/")[-3:])
-odd = {"north/jobs/1": "fails", "north/jobs/3": "is not finite"}.get(job)
+adds = -1 if os.environ["DISAGREE"] and job.startswith("south") else 1
 with fedqueue.participate() as work:
-    tensors = load_file(work.model_path)
-    for step in work.steps():
-        time.sleep(0.05)
-        if odd == "fails":
-            raise SystemExit(3)
-    if odd == "is not finite":
-        tensors = {name: values * np.nan for name, values in tensors.items()}
-    work.submit({name: values + 1 for name, values in tensors.items()})
+    for part in work.parts():
+        odd = {"north/jobs/1": "fails", "north/jobs/3": "is not finite"}.get(job)
+        if os.environ["DISAGREE"] or part.part < int(os.environ["ODD_PART"]):
+            odd = None
+        tensors = load_file(part.model_path)
+        for step in part.steps():
+            time.sleep(0.05)
+            if odd == "fails":
+                raise SystemExit(3)
+        if odd == "is not finite":
+            tensors = {name: values * np.nan for name, values in tensors.items()}
+        part.submit({name: values + adds for name, values in tensors.items()})
 """
 
 CONFIG = """
@@ -52,7 +62,7 @@ round_length = 2.0
 initial = "first.safetensors"
 
 [worker]
-command = "{python} worker.py"
+command = "ODD_PART={odd_part} DISAGREE={disagree} {python} worker.py"
 poll_seconds = 0.2
 
 [failures]
@@ -60,6 +70,7 @@ retry_seconds = 0.5
 
 [server]
 away_seconds = 3.0
+startup_allowance_seconds = {startup}
 
 [[facility]]
 name = "north"
@@ -71,14 +82,30 @@ queue = {{ kind = "fixed", delay = 0.2 }}
 """
 
 
+ONE_A_ROUND = """[strategy.jit]
+stay = "off"
+rounds = "fixed"
+absent = 0.0
+"""
+
+
 class RealRun:
     """A run on this machine, and what can be done to it."""
 
-    def __init__(self, base: Path, strategy: str, options: str) -> None:
+    def __init__(self, base: Path, strategy: str, options: str, disagree: str = "") -> None:
+        """Its first jobs fail, unless south shall `disagree` with north."""
         self.base, self.folder = base, base / "run"
         (base / "worker.py").write_text(WORKER)
         save_file({"a": np.zeros(4, np.float32)}, base / "first.safetensors")
-        text = CONFIG.format(strategy=strategy, options=options, python=sys.executable)
+        stays = "stay = " in options and 'stay = "off"' not in options
+        text = CONFIG.format(
+            strategy=strategy,
+            options=options,
+            python=sys.executable,
+            odd_part=int(stays),
+            disagree=disagree,
+            startup=0.0 if stays else 300.0,
+        )
         (base / "run.toml").write_text(text)
         self.process = self._start(str(base / "run.toml"), "--out", str(self.folder))
 
@@ -96,7 +123,7 @@ class RealRun:
             except (AssertionError, SystemExit):  # it is being made
                 return False
 
-        wait_for(look, 120.0, what, lambda: (self.base / "log").read_text()[-3000:], every=0.1)
+        wait_for(look, what, lambda: (self.base / "log").read_text()[-3000:], every=0.1)
 
     def happened(self, kind: str, times: int = 1, job: str = "") -> None:
         def enough(lines: list[dict[str, Any]]) -> bool:
@@ -141,20 +168,22 @@ class RealRun:
                     LocalScheduler(LocalSettings(), home).requeue(path.parent.name)
             return any(line["kind"] == "JobRequeued" for line in journal(self.folder))
 
-        wait_for(requeued, 120.0, "a job at south is requeued", every=0.1)
+        wait_for(requeued, "a job at south is requeued", every=0.1)
 
     def close(self) -> None:
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGTERM)
-            self.process.wait(60)
+            self.process.wait(LONGEST)
 
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("jit", ""),
-        ("jit", '[strategy.jit]\npipeline = "chain"\n'),
+        ("jit", ONE_A_ROUND),
+        ("jit", ONE_A_ROUND + 'pipeline = "chain"\n'),
         ("fedavg", "[strategy.fedavg]\nsteps = 12\n"),
+        ("jit", '[strategy.jit]\nstay = 6.0\nrounds = "auto"\nabsent = 0.7\nmin_steps = 5\n'),
+        ("fedavg", "[strategy.fedavg]\nsteps = 12\nstay = 6.0\n"),
     ],
 )
 def test_after_pauses_restarts_and_failures_every_update_meets_the_same_fate(
@@ -178,7 +207,7 @@ def test_after_pauses_restarts_and_failures_every_update_meets_the_same_fate(
         run.say("join", "south")
         run.more_updates()
         run.say("stop")
-        assert run.process.wait(120) == 0, (tmp_path / "log").read_text()
+        assert run.process.wait(LONGEST) == 0, (tmp_path / "log").read_text()
     finally:
         run.close()
     capsys.readouterr()
@@ -206,3 +235,30 @@ def test_after_pauses_restarts_and_failures_every_update_meets_the_same_fate(
     assert f"expired {into} in the run, aggregated {into} here" in said
     for kind in ("RunPaused: how long the run clock stood still", "CoordinatorResumed: what was in hand"):
         assert f" s {kind}" in said
+
+
+def test_rounds_that_grow_late_in_training_grow_in_virtual_time_too(tmp_path: Path, capsys: Any) -> None:
+    """Scores stand still and the facilities pull apart."""
+    options = '[strategy.jit]\nstay = 20.0\nrounds = "auto"\nmin_steps = 5\n'
+    options += '[evaluation]\ncommand = "echo \'{\\"score\\": 0.5}\'"\n'
+    run = RealRun(tmp_path, "jit", options, disagree="1")
+    try:
+        run.happened("ModelScored", 8)
+        run.happened("ModelReady", 14)
+        run.say("stop")
+        assert run.process.wait(LONGEST) == 0, (tmp_path / "log").read_text()
+    finally:
+        run.close()
+    lines = journal(run.folder)
+    posted = [line["body"]["standing"]["round_length"] for line in lines if line["kind"] == "PostWork"]
+    assert posted[0] == 2.0, "until it is known what can be done, rounds are as they were set"
+    assert len(set(posted)) > 5, "from then on they are chosen anew"
+    recording = read_recording(run.folder)
+    played = simulate_recording(recording, stored_config(run.folder))
+    assert played.cutoffs.keys() == recording.cutoffs.keys()
+    assert played.cutoffs == pytest.approx(recording.cutoffs, abs=0.01)
+    unknown = simulate_recording(dataclasses.replace(recording, agreements={}), stored_config(run.folder))
+    last = list(recording.cutoffs)[-1]
+    assert recording.cutoffs[last] > unknown.cutoffs[last] + 1.0, "that the updates disagree made rounds longer"
+    capsys.readouterr()
+    assert main(["retrace", str(run.folder)]) == 0, capsys.readouterr().out

@@ -18,8 +18,11 @@ import fedqueue
 from fedqueue import tensorfile
 from fedqueue.aggregate import Contribution, aggregate
 from fedqueue.ledger import FILE, LedgerReader
+from fedqueue.protocol.aggregation import DECLARATION
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import replay
+from fedqueue.worker.job_folder import read_header as worker_header
+from tests.waiting import LONGEST
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 RULES = ["add_deltas", "mix_models"]
@@ -27,7 +30,7 @@ RULES = ["add_deltas", "mix_models"]
 NORMALISED = '''
 import torch
 from torch import nn
-from fedqueue.training.digits import workload as digits
+from fedqueue.training.workload import digits
 from fedqueue.training.workload import Workload
 
 
@@ -100,7 +103,7 @@ def study(folder: Path, **values: float) -> Path:
 
 def command(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "fedqueue", *map(str, arguments)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=3 * LONGEST, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -148,7 +151,7 @@ def test_a_statistic_stays_within_the_range_of_what_was_handed_in_and_both_ways_
         }
 
     chosen = {"own": "statistic", "visits": "counter"}
-    metadata = {"fedqueue.protocol.roles": json.dumps(chosen)}
+    metadata = {DECLARATION: json.dumps(chosen)}
     bases = [model(dtype, 0) for _ in range(3)]
     for number, base in enumerate(bases):
         save_file(base, folder / f"base{number}", metadata=metadata)
@@ -264,6 +267,16 @@ def test_a_first_model_declares_what_its_buffers_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", ["[]", "{", '{"w": "average"}'])
 def test_a_declaration_that_is_none_is_named(tmp_path: Path, said: str) -> None:
-    tensorfile.write(path := tmp_path / "m", {"w": np.zeros(1, np.float32)}, metadata={"fedqueue.protocol.roles": said})
-    with pytest.raises(tensorfile.TensorFileError, match=r"m: its metadata 'fedqueue.protocol.roles' must be"):
+    tensorfile.write(path := tmp_path / "m", {"w": np.zeros(1, np.float32)}, metadata={"fedqueue.roles": said})
+    with pytest.raises(tensorfile.TensorFileError, match=r"m: its metadata 'fedqueue.roles' must be"):
         tensorfile.select(path, tmp_path / "out", ["*"])
+
+
+@pytest.mark.parametrize("key", ["fedqueue.roles", "fedqueue.protocol.roles"])
+def test_a_declaration_is_read_under_its_older_name_too_and_written_under_one(tmp_path: Path, key: str) -> None:
+    said = {key: json.dumps({"w": "statistic"})}
+    tensorfile.write(path := tmp_path / "m", {"w": np.zeros(1, np.float32)}, metadata=said)
+    assert tensorfile.roles(tensorfile.read_header(path), path) == {"w": "statistic"}
+    tensorfile.select(path, out := tmp_path / "out", ["*"])
+    assert tensorfile.read_header(out).metadata == {"fedqueue.roles": '{"w":"statistic"}'}
+    assert worker_header(out, 0.0)[1] == worker_header(path, 0.0)[1] == {"w": "statistic"}

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedqueue.protocol.admit import Buffer, Update
-from fedqueue.protocol.budget import bind, scaled_rate, steps_within, train_budget
+from fedqueue.protocol.aggregation import Buffer, Update, discount, normalised, polynomial_discount
+from fedqueue.protocol.budget import bind, binding, further_work, linger_until, scaled_rate, steps_within, train_budget
 from fedqueue.protocol.contract import Receipt, Standing
-from fedqueue.protocol.weigh import discount, normalised, polynomial_discount
 
 TIMES = st.floats(0, 1e6)
 
@@ -95,3 +94,21 @@ def test_discount_is_one_when_fresh_and_never_grows(decay: str) -> None:
     assert values == sorted(values, reverse=True)
     assert polynomial_discount(0, 1.0) == 1.0
     assert polynomial_discount(1, 1.0) == 0.5
+
+
+def test_a_job_that_stayed_takes_work_though_starting_up_takes_longer_than_a_round() -> None:
+    """Seen in a real run: with a start-up of 10 s and rounds of 10 s, it waited for a better moment for ever."""
+    work = Standing(
+        version=2,
+        next_cutoff=40.0,
+        round_length=10.0,
+        steps_per_second=100.0,
+        overhead=10.2,
+        min_steps=10,
+        learning_rate=0.1,
+        patience=1.0,
+        stay_overhead=0.5,
+    )
+    assert further_work(work, 0, 1, now=31.5, ends_at=300.0) == "take"
+    assert binding(work, 31.5, 300.0, stayed=True).cutoff == 40.0
+    assert linger_until(work, 31.5, stays=True) is None  # of no use either to one that has just started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,7 +22,10 @@ from fedqueue.agent.schedulers import (
 )
 from tests.gridengine import GridEngine, grid_engine
 from tests.sites import Site, local_site
-from tests.slurm import Cluster, clusters, wait_for
+from tests.slurm import Cluster, clusters
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.waits(100)
 
 UNKNOWN_ID = "987654"
 
@@ -134,7 +138,7 @@ def test_waiting_job_can_be_cancelled(site: Site) -> None:
     site.wait(job_id, "waiting")
     site.scheduler.cancel(job_id)
     if site.kind == "sge":  # keeps no trace of it: absent, which is not completed
-        wait_for(lambda: not site.scheduler.poll([job_id]), 20.0, "its absence")
+        wait_for(lambda: not site.scheduler.poll([job_id]), "its absence")
     else:
         status = site.wait(job_id, "ended")
         assert (status.outcome, status.started_at, status.exit_code) == ("cancelled", None, None)
@@ -142,8 +146,10 @@ def test_waiting_job_can_be_cancelled(site: Site) -> None:
 
 
 def test_running_job_can_be_cancelled(site: Site) -> None:
-    job_id = site.submit("sleep 60; echo ran")
+    # &&: its sleep may be ended a moment before its shell.
+    job_id = site.submit("echo started; sleep 600 && echo ran", wall=1200.0)
     site.wait(job_id, "running")
+    wait_for(lambda: site.printed(0) == "started\n", "its first line")
     site.scheduler.cancel(job_id)
     status = site.wait(job_id, "ended")
     assert status.outcome == ("unknown" if site.kind == "sge" else "cancelled")  # Grid Engine says only: killed
@@ -222,7 +228,7 @@ def test_unknown_job_is_absent_from_a_poll_and_the_others_are_there(site: Site) 
 def test_requeued_job_has_a_second_incarnation(site: Site) -> None:
     job_id = site.submit(f"echo start; [ $(grep -c start {site.folder}/*/output.txt) = 2 ] || sleep 60")
     first = site.wait(job_id, "running")
-    wait_for(lambda: site.printed(0) == "start\n", 20.0, "its first line")
+    wait_for(lambda: site.printed(0) == "start\n", "its first line")
     site.requeue(job_id)
     seen: list[JobStatus] = []
 
@@ -230,7 +236,7 @@ def test_requeued_job_has_a_second_incarnation(site: Site) -> None:
         seen.extend(site.scheduler.poll([job_id]).values())
         return seen[-1].phase == "ended"
 
-    wait_for(ended, 60.0, "its end", lambda: str(seen[-1]))
+    wait_for(ended, "its end", lambda: str(seen[-1]))
     assert all((s.incarnation, s.started_at) == (0, first.started_at) or s.incarnation == 1 for s in seen)
     assert (seen[-1].outcome, seen[-1].incarnation) == ("completed", 1)
     assert first.started_at is not None
@@ -266,7 +272,7 @@ def test_job_that_can_never_start_says_so(site: Site) -> None:
         job_id, words = site.scheduler_with(extra=["--time=10000"]).submit(request), "Partition"
     else:
         job_id, words = site.scheduler_with(extra=["-wd", "/no/such/folder"]).submit(request), "/no/such/folder"
-    wait_for(lambda: bool(site.scheduler.poll([job_id])[job_id].never_starts), 30.0, "its reason")
+    wait_for(lambda: bool(site.scheduler.poll([job_id])[job_id].never_starts), "its reason")
     status = site.wait(job_id, "waiting")
     assert words in (status.never_starts or "")
 
@@ -312,13 +318,17 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield made
 
 
-def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site) -> None:
+def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     running = slurm.fill(20.0)
     waiting = slurm.submit("true")
-    wait_for(lambda: slurm.scheduler.planned(waiting) is not None, 60.0, "its plan")
-    for seconds in (slurm.scheduler.estimate(60.0), slurm.scheduler.planned(waiting)):
-        assert seconds is not None
-        assert 0.0 < seconds < 3600.0, "all nodes are taken, for a minute each by their limits"
+    wait_for(lambda: slurm.scheduler.planned(waiting) is not None, "its plan")
+    for fast in (0.0, 600.0, -600.0):  # its times are compared with its own clock, whatever ours shows
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda real=time.time, fast=fast: real() + fast)
+            said = slurm.scheduler.estimate(60.0), slurm.scheduler.planned(waiting)
+        for seconds in said:
+            assert seconds is not None
+            assert 0.0 < seconds < 590.0, "all nodes are taken, for a minute each by their limits"
     listed = slurm.scheduler.listing()
     assert listed is not None
     assert listed[waiting].started is None
@@ -334,7 +344,7 @@ def test_slurm_plans_the_start_of_a_job_and_lists_the_queue(slurm: Site) -> None
 def test_preempted_job_waits_for_its_second_incarnation(slurm: Site) -> None:
     ids = slurm.fill(60)
     slurm.scheduler_with(partition="urgent", nodes=2).submit(slurm.request("sleep 3"))
-    wait_for(lambda: slurm.scheduler.poll(ids)[ids[0]].incarnation == 1, 30.0, "its preemption")
+    wait_for(lambda: slurm.scheduler.poll(ids)[ids[0]].incarnation == 1, "its preemption")
     assert slurm.wait(ids[0], "waiting").incarnation == 1
 
 
@@ -371,7 +381,7 @@ def test_job_over_its_wall_time_is_a_timeout(site: Site, request: pytest.Fixture
     if site.kind == "slurm":
         _, west, job_id, folder = request.getfixturevalue("slurm_pair")
         site = Site("slurm", folder, west.settings, site.requeue, site.outage)
-        wait_for(lambda: site.scheduler.poll([job_id])[job_id].phase == "ended", 120.0, "the end of its minute")
+        wait_for(lambda: site.scheduler.poll([job_id])[job_id].phase == "ended", "the end of its minute")
     else:
         job_id = site.submit("sleep 600", wall=1.0)
     status = site.wait(job_id, "ended")

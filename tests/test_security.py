@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,26 +31,28 @@ import fedqueue
 from fedqueue.agent.agent import Agent
 from fedqueue.agent.enrolment import Enrolment, enrol, word_of
 from fedqueue.agent.http_transport import Client, HttpRefusedError
-from fedqueue.agent.settings import AgentConfig, AgentSettings
+from fedqueue.agent.settings import AgentConfig, AgentSettings, load_agent
 from fedqueue.agent.transport import (
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
 )
+from fedqueue.cli import live
 from fedqueue.config import parse
 from fedqueue.coordinator import server
 from fedqueue.coordinator.access import FILE as ACCESS
 from fedqueue.coordinator.access import OPERATOR_FILE, Access
 from fedqueue.coordinator.certificate import make_certificate
-from fedqueue.coordinator.connection import Connection
+from fedqueue.coordinator.connections import Connection, Connections, Server
 from fedqueue.coordinator.http_api import ENDPOINTS
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import write_secret
 from fedqueue.protocol.codec import encode
 from fedqueue.protocol.contract import MOST_ORDERS, Invitation, Trained
 from fedqueue.protocol.reports import Handin, Poll
+from tests.conftest import what_is_logged
 from tests.coordinators import VALUES, Raw, Served, config_file, failed, refusal, request, serving, update
-from tests.slurm import wait_for
+from tests.waiting import LONGEST, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +148,7 @@ def test_an_upload_under_way_ends_when_its_facility_is_revoked(served: Served, t
         query = f"?offset=0&bytes={len(content)}"
         raw.send(request("PUT", path + query, credential=served.credentials["south-1"], headers=[length]))
         raw.send(content[:100])
-        wait_for(lambda: any(served.folder.glob("uploads/south-1*")), 10.0, "the upload's file", every=0.02)
+        wait_for(lambda: any(served.folder.glob("uploads/south-1*")), "the upload's file", every=0.02)
         served.operator().call("POST", "/v1/facilities/south-1/revoke")
         assert raw.status() == 409
     served.credentials.pop("south-1")
@@ -153,7 +157,8 @@ def test_an_upload_under_way_ends_when_its_facility_is_revoked(served: Served, t
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: f"{e.method} {e.path}")
 def test_every_endpoint_asks_who_it_is(endpoint: Any, served: Served) -> None:
-    words = {"version": "0", "sequence": "0", "attempt": "0", "sha256": "a" * 64, "word": "join", "facility": "north"}
+    numbers = dict.fromkeys(("version", "sequence", "attempt"), "0")
+    words = {**numbers, "part": "1", "sha256": "a" * 64, "word": "join", "facility": "north"}
     path = re.sub(r"{(\w+)}", lambda found: words[found[1]], endpoint.path)
     path += "?offset=0&bytes=8" if endpoint.query else ""
     facility = served.credentials.get("north") or served.enrol("north")
@@ -370,7 +375,7 @@ def test_plain_http_is_for_loopback_alone_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_plain_http_to_a_coordinator_with_tls_gets_nothing(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20.0) as plain:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=LONGEST) as plain:
         plain.sendall(request("GET", "/v1/health"))
         with suppress(ConnectionError):
             assert b"HTTP/1.1 200" not in plain.recv(1000)
@@ -387,7 +392,7 @@ def test_another_certificate_is_not_trusted(served: Served, tmp_path: Path) -> N
 def test_the_right_certificate_is_not_trusted_under_another_name(served: Served) -> None:
     context = ssl.create_default_context(cafile=served.certificate)
     with (
-        socket.create_connection(("127.0.0.1", served.port), timeout=20.0) as plain,
+        socket.create_connection(("127.0.0.1", served.port), timeout=LONGEST) as plain,
         pytest.raises(ssl.SSLCertVerificationError),
     ):
         context.wrap_socket(plain, server_hostname="coordinator.example.org")
@@ -395,12 +400,15 @@ def test_the_right_certificate_is_not_trusted_under_another_name(served: Served)
 
 def test_old_versions_of_tls_are_refused(served: Served) -> None:
     with Raw(served) as raw:
+        assert isinstance(raw.socket, ssl.SSLSocket)
         assert raw.socket.version() in ("TLSv1.2", "TLSv1.3")
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to ask with")
     for version in ("-tls1", "-tls1_1"):
         words = ["openssl", "s_client", "-connect", f"127.0.0.1:{served.port}", version, "-cipher", "ALL:@SECLEVEL=0"]
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONGEST, check=False
+        )
         assert "Cipher is (NONE)" in done.stdout or done.returncode != 0
 
 
@@ -433,7 +441,7 @@ def test_a_facility_enrols_with_the_coordinators_own_certificate(way: str, serve
     invited = cli("invite", str(served.folder), "south-1")
     assert invited.returncode == 0, invited.stderr
     if way == "a file":
-        (tmp_path / "invitation").write_text(invited.stdout)
+        write_secret(tmp_path / "invitation", invited.stdout)
         told = cli("enroll", str(config), "--invitation", str(tmp_path / "invitation"))
     else:
         told = cli("enroll", str(config), said=invited.stdout)
@@ -461,15 +469,15 @@ def test_an_operator_reaches_a_coordinator_that_has_a_certificate_of_its_sites(t
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for((tmp_path / "run" / "address.json").exists, 30.0, "a coordinator")
-        wait_for(lambda: cli("status", str(tmp_path / "run")).returncode == 0, 30.0, "its status")
+        wait_for((tmp_path / "run" / "address.json").exists, "a coordinator")
+        wait_for(lambda: cli("status", str(tmp_path / "run")).returncode == 0, "its status")
         address = json.loads((tmp_path / "run" / "address.json").read_text())
         assert address["local"].startswith("https://localhost:")
         assert address["certificate"] is None  # facilities trust it, or not, by themselves
         assert not (tmp_path / "run" / "key.pem").exists()
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(LONGEST)
 
 
 # Updates -------------------------------------------------------------------------------------------------------------
@@ -531,7 +539,7 @@ def test_bytes_that_are_not_those_of_the_digest_are_refused(served: Served, tmp_
     with pytest.raises(HttpRefusedError, match="its sha256 is") as refused:
         north.hand_in(order, update(tmp_path), "a" * 64)
     assert refused.value.status == 409
-    assert refused.value.answer["offset"] == 0, "nothing of it is kept: the right bytes may come"
+    assert refused.value.answer.offset == 0, "nothing of it is kept: the right bytes may come"
 
 
 def test_an_upload_of_ten_gigabytes_is_refused_before_it_is_read(served: Served) -> None:
@@ -576,14 +584,14 @@ def test_bytes_that_come_after_the_check_do_not_count(quick: Served, tmp_path: P
     with Raw(quick) as early:
         length = f"Content-Length: {len(content)}"
         early.send(request("PUT", f"{path}?offset=0&bytes={len(content)}", credential=credential, headers=[length]))
-        wait_for(lambda: any(quick.folder.glob("uploads/north*")), 10.0, "the upload's file", every=0.02)
+        wait_for(lambda: any(quick.folder.glob("uploads/north*")), "the upload's file", every=0.02)
         north.put(order, content)
         assert north.commit(path, base)["status"] == "accepted"
         made = quick.status()["model"]
         early.send(content[:-400] + np.full(100, np.nan, np.float32).tobytes())
         assert early.status() == 409
     north.taken = None
-    wait_for(lambda: quick.status()["model"] > made + 1, 20.0, "two more models", quick.said)
+    wait_for(lambda: quick.status()["model"] > made + 1, "two more models", quick.said)
     assert refusal(north.put, order, content).status == 410
 
 
@@ -591,11 +599,11 @@ def test_bytes_that_come_after_the_check_do_not_count(quick: Served, tmp_path: P
 
 
 @contextmanager
-def impatient(**seconds: float) -> Iterator[int]:
+def impatient(*, most: float = 1000, **seconds: float) -> Iterator[int]:
     """A server of the coordinator's connections that gives up soon; its port."""
 
     class Impatient(Connection):
-        seconds: ClassVar[Any] = {"head": 60.0, "body": 60.0, "rest": 60.0}
+        seconds: ClassVar[Any] = {"head": 60.0, "body": 60.0, "rest": 60.0, "answer": 60.0}
 
     Impatient.seconds.update(seconds)
 
@@ -603,19 +611,23 @@ def impatient(**seconds: float) -> Iterator[int]:
         if scope["path"] == "/read":
             while (await receive()).get("more_body"):
                 pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        length = 1 << 26 if scope["path"] == "/long" else 0
+        headers = [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(length >> 20):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(app, http=Impatient, ws="none", lifespan="off", log_level="critical", loop="asyncio")
-    found = uvicorn.Server(settings)
+    found = Server(settings, Connections(int(most), int(most)))
     thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         yield listener.getsockname()[1]
     finally:
         found.should_exit = True
-        thread.join(10)
+        thread.join(LONGEST)
 
 
 @pytest.mark.parametrize(
@@ -625,20 +637,34 @@ def impatient(**seconds: float) -> Iterator[int]:
         ("head", b"GET / HTTP/1.1\r\nHost: a\r\n", False),
         ("body", b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n12345", False),
         ("rest", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n12345", True),
+        ("rest", b"no HTTP\r\n\r\n", None),
     ],
 )
-def test_a_request_that_does_not_go_on_is_cut_off(phase: str, sent: bytes, answered: bool) -> None:
-    with impatient(**{phase: 0.3}) as port, socket.create_connection(("127.0.0.1", port), timeout=20.0) as stuck:
+def test_a_request_that_does_not_go_on_is_cut_off(phase: str, sent: bytes, answered: bool | None) -> None:
+    with impatient(**{phase: 0.3}) as port, socket.create_connection(("127.0.0.1", port), timeout=LONGEST) as stuck:
         stuck.sendall(sent)
         seen = b""
         with suppress(ConnectionError):
             while piece := stuck.recv(1000):
                 seen += piece
-        assert seen.startswith(b"HTTP/1.1 200") == answered
+        assert seen.startswith({True: b"HTTP/1.1 200", False: b"", None: b"HTTP/1.1 400"}[answered])
+        assert bool(seen) == (answered is not False)
+
+
+def test_who_does_not_read_its_answer_is_cut_off() -> None:
+    with impatient(answer=0.3) as port, socket.create_connection(("127.0.0.1", port), timeout=LONGEST) as stuck:
+        stuck.sendall(b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n")
+        wait_for(lambda: not is_up(stuck), "the end of the connection", every=0.05)
+
+
+def is_up(connection: socket.socket) -> bool:
+    """Whether the other side still holds it, without reading anything."""
+    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state == 1  # TCP_ESTABLISHED
 
 
 def test_a_body_that_comes_slowly_is_waited_for() -> None:
-    with impatient(head=0.5, body=5.0) as port, socket.create_connection(("127.0.0.1", port), timeout=20.0) as slow:
+    with impatient(head=0.5, body=5.0) as port, socket.create_connection(("127.0.0.1", port), timeout=LONGEST) as slow:
         slow.sendall(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
         for _ in range(8):
             time.sleep(0.1)
@@ -646,18 +672,14 @@ def test_a_body_that_comes_slowly_is_waited_for() -> None:
         assert slow.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_one_connection_too_many_is_closed_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "most", 3)
-    with impatient() as port:
-        held = [socket.create_connection(("127.0.0.1", port), timeout=20.0) for _ in range(6)]
+def test_one_connection_too_many_ends_the_oldest_that_has_shown_no_credential() -> None:
+    with impatient(most=3) as port:
+        held = [socket.create_connection(("127.0.0.1", port), timeout=LONGEST) for _ in range(6)]
         try:
-            ended = []
-            for one in held[3:]:
-                with suppress(ConnectionError):
-                    ended.append(one.recv(1))
-            assert ended in ([b""] * len(ended), [])
-            held[0].sendall(request("GET", "/"))
-            assert held[0].recv(1000).startswith(b"HTTP/1.1 200")
+            wait_for(lambda: not any(map(is_up, held[:3])), "the end of the oldest three", every=0.02)
+            held[5].sendall(request("GET", "/"))
+            assert held[5].recv(1000).startswith(b"HTTP/1.1 200")
+            assert all(map(is_up, held[3:]))
         finally:
             for one in held:
                 one.close()
@@ -673,7 +695,7 @@ _ALLOWED = {
     # The names are the user's own: run.modules of the config on the coordinator, never of a message.
     ("config.py", "importlib.import_module"),
     # The same for a task of the user's own, named in the config.
-    ("training/tasks.py", "importlib.import_module"),
+    ("training/workload.py", "importlib.import_module"),
 }
 
 
@@ -841,14 +863,14 @@ def fake() -> Iterator[type[FakeCoordinator]]:
 
 @contextmanager
 def agent_of(fake: type[FakeCoordinator], home: Path) -> Iterator[tuple[Agent, list[str]]]:
-    said: list[str] = []
     settings = AgentSettings(home=str(home), command="true", poll_seconds=0.1, stage_worker=False)
     client = Client(fake.url, credential="c" * 43)  # type: ignore[attr-defined]
-    agent = Agent(AgentConfig(agent=settings), home, "north", client, say=said.append)
-    try:
-        yield agent, said
-    finally:
-        agent.close()
+    agent = Agent(AgentConfig(agent=settings), home, "north", client)
+    with what_is_logged() as said:
+        try:
+            yield agent, said
+        finally:
+            agent.close()
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
@@ -907,3 +929,107 @@ def test_a_name_that_is_none_is_not_enrolled_under(facility: Any, fake: type[Fak
 def test_a_text_that_is_no_invitation_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an invitation"):
         enrol(text, tmp_path / "home", None)
+
+
+def test_what_others_say_is_one_line_of_a_log_without_control_characters() -> None:
+    out, log = io.StringIO(), logging.getLogger("fedqueue.agent.north")
+    with live.logged(out, stamped=False):
+        log.warning("job 3 failed: it fell\n\x1b[2Jdown")
+    with live.logged(out, stamped=True, debugged=True):
+        log.info("job 4   started")
+    log.warning("nobody listens")
+    first, second = out.getvalue().splitlines()
+    assert first == "job 3 failed: it fell ?[2Jdown"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  north: job 4   started", second)
+
+
+# An agent and what it is answered ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(*pieces: bytes, every: float | None = None) -> Iterator[str]:
+    """Whatever is asked, the answer is this; with `every`, its last piece comes again and again. The address."""
+    done = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while not done.is_set():
+            with suppress(OSError):
+                asked, _ = listener.accept()
+                with asked:
+                    asked.recv(1 << 16)
+                    for piece in pieces:
+                        asked.sendall(piece)
+                    while every is not None and not done.wait(every):
+                        asked.sendall(pieces[-1])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        done.set()
+        with suppress(OSError):
+            socket.create_connection(listener.getsockname()).close()
+        thread.join(LONGEST)
+        listener.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [(OK, b"A: b\r\n"), (OK + b"Content-Length: 1000000\r\n\r\n", b" "), (OK + b"Connection: close\r\n\r\n", b" ")],
+    ids=["head", "body", "body without length"],
+)
+def test_a_coordinator_that_answers_byte_by_byte_is_left(begins: tuple[bytes, ...]) -> None:
+    """Each byte is in time."""
+    with answering(*begins, every=0.05) as url:
+        client = Client(url, exchange_seconds=0.5)
+        with pytest.raises(CoordinatorUnreachableError):
+            client.poll(_POLL)
+
+
+def test_a_model_without_end_or_without_room_is_not_taken(tmp_path: Path) -> None:
+    model = OK + f'ETag: "{_SHA}"\r\n'.encode()
+    endless = model + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with (
+        answering(endless, b"5\r\nmodel\r\n", every=0.0) as url,
+        pytest.raises(HttpRefusedError, match="Content-Length"),
+    ):
+        Client(url, retries=0).download(0, tmp_path / "model", _SHA)
+    with (
+        answering(model + b"Content-Length: 999999999999999999\r\n\r\n", b"a", every=0.01) as url,
+        pytest.raises(StorageError, match="make room"),
+    ):
+        Client(url, retries=0).download(0, tmp_path / "model", _SHA)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 0
+
+
+def test_what_a_coordinator_says_is_printable_in_a_terminal(tmp_path: Path) -> None:
+    said = b"no \x1b]0;owned\x07\x1b[2J\xc2\x9b31m"
+    for status in (b"403 Forbidden", b"500 Ours", b"\x1b[2J"):
+        head = b"HTTP/1.1 " + status + b"\r\nContent-Length: " + str(len(said)).encode() + b"\r\n\r\n"
+        with answering(head, said) as url:
+            (tmp_path / "agent.toml").write_text('[agent]\nhome = "home"\ncommand = "true"\n')
+            told = cli("enroll", str(tmp_path / "agent.toml"), said=invited(url))
+        assert told.returncode != 0
+        assert all(line.isprintable() for line in (told.stdout + told.stderr).splitlines())
+
+
+def test_a_cap_on_node_hours_is_asked_for_at_the_enrolment(served: Served, tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text('# ours\n[agent]  # the login node\nhome = "home"\ncommand = "true"\n')
+    invitation = tmp_path / "invitation"
+    assert cli("invite", str(served.folder), "south-1", "--out", str(invitation)).returncode == 0
+    asked, answers = os.openpty()
+    os.write(asked, b"many\n12.5\n")
+    command = [sys.executable, "-m", "fedqueue", "enroll", str(config), "--invitation", str(invitation)]
+    told = subprocess.run(command, stdin=answers, capture_output=True, text=True, timeout=LONGEST, check=False)
+    os.close(asked)
+    os.close(answers)
+    assert told.returncode == 0, told.stderr
+    assert "'many' is no number of hours" in told.stderr
+    assert load_agent(config).agent.node_hours == 12.5
+    assert config.read_text().startswith("# ours\n[agent]  # the login node\n")

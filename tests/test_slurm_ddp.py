@@ -18,7 +18,10 @@ import pytest
 from fedqueue.ledger import LedgerReader
 from tests.faults.harness import free_port
 from tests.faults.ledger_checks import Story, check_counts, check_end, check_fates
-from tests.slurm import Cluster, clusters, processes_with, wait_for
+from tests.slurm import Cluster, clusters, processes_with
+from tests.waiting import LONGEST, wait_for
+
+pytestmark = pytest.mark.waits(90)
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
@@ -76,7 +79,7 @@ def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path:
         try:
             for job in (0, 1):
                 kill(training(home / "jobs" / str(job), rank=1), signal.SIGUSR1)
-            assert run.wait(120) == 0
+            assert run.wait(LONGEST) == 0
         finally:
             run.terminate()
 
@@ -84,7 +87,7 @@ def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path:
     check_end(story, rounds=2)
     check_counts(story)
     check_fates(story)
-    assert list(story.receipts) == [("north/0", 0), ("north/1", 0)]
+    assert list(story.receipts) == [("north/0", 0, 0), ("north/1", 0, 0)]
     assert [fate for _, fate in story.fates] == ["aggregated", "aggregated"]
     for receipt in story.receipts.values():
         assert (receipt.nodes, receipt.device) == (2, "cpu")
@@ -96,7 +99,29 @@ def test_two_nodes_train_one_model_and_stop_together(cluster: Cluster, tmp_path:
     with LedgerReader(folder / "ledger.sqlite") as ledger:
         assert len(ledger.rows("SELECT * FROM incarnations")) == 2
     log = cluster.folder / "log" / "jobcomp.log"  # the run may end before the last job has left its nodes
-    wait_for(lambda: log.read_text().count(" NodeCnt=2 ") == 2, 60.0, "the end of both jobs", cluster.log)
+    wait_for(lambda: log.read_text().count(" NodeCnt=2 ") == 2, "the end of both jobs", cluster.log)
+    cluster.wait_until_ready()
+
+
+def test_two_nodes_stay_and_hand_in_part_after_part(cluster: Cluster, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, EXAMPLE, "--first", tmp_path / "first.safetensors"], check=True, timeout=600)
+    config = tmp_path / "ddp.toml"
+    text = CONFIG.format(command=command_of_the_page(), conf=cluster.conf).replace("exit 3 ", "exit 0 ")
+    config.write_text(text.replace("steps = 1000000", "stay = 300.0\nsteps = 50").replace("rounds = 2", "rounds = 4"))
+    folder = tmp_path / "run"
+    argv = [sys.executable, "-m", "fedqueue", "run", str(config), "--json", "--no-plots", "--out", str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    story = Story(folder)
+    check_end(story, rounds=4)
+    check_counts(story)
+    check_fates(story)
+    assert list(story.receipts) == [("north/0", 0, part) for part in range(4)]
+    assert {fate for _, fate in story.fates} == {"aggregated"}
+    for receipt in story.receipts.values():
+        assert (receipt.nodes, receipt.steps_done, receipt.samples) == (2, 50, 2 * 32 * 50)
+    log = cluster.folder / "log" / "jobcomp.log"
+    wait_for(lambda: log.read_text().count(" NodeCnt=2 ") == 1, "the end of the job", cluster.log)
     cluster.wait_until_ready()
 
 
@@ -136,7 +161,7 @@ def training(job: Path, rank: int) -> int:
         output = job / "output.txt"
         return output.read_text() if output.exists() else "it printed nothing"
 
-    wait_for(in_its_loop, 150.0, f"{job.name} trains", said)
+    wait_for(in_its_loop, f"{job.name} trains", said)
     return found[0]
 
 

@@ -89,9 +89,7 @@ def staged_changed(tmp_path: Path) -> Path:
     for name in WORKER_FILES:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, package / name)
-    (package / "protocol/binding_rule.py").write_text(
-        (PACKAGE / "protocol/binding_rule.py").read_text() + "\nNEW = True\n"
-    )
+    (package / "protocol/budget.py").write_text((PACKAGE / "protocol/budget.py").read_text() + "\nNEW = True\n")
     return package
 
 
@@ -112,8 +110,8 @@ import fedqueue, pathlib, time
 pathlib.Path("imported").touch()
 while not pathlib.Path("staged").exists():
     time.sleep(0.01)
-import fedqueue.protocol.binding_rule
-assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
+import fedqueue.protocol.budget
+assert not hasattr(fedqueue.protocol.budget, "NEW")
 """
     job = run_script(tmp_path, {"PYTHONPATH": str(worker)}, body)
     wait_for(tmp_path / "imported", job)
@@ -124,7 +122,7 @@ assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
     later = run_script(
         tmp_path,
         {"PYTHONPATH": str(worker)},
-        "import fedqueue.protocol.binding_rule; fedqueue.protocol.binding_rule.NEW",
+        "import fedqueue.protocol.budget; fedqueue.protocol.budget.NEW",
     )
     later.communicate(timeout=600)
     assert later.returncode == 0
@@ -133,4 +131,4 @@ assert not hasattr(fedqueue.protocol.binding_rule, "NEW")
 def test_plain_copy_of_an_older_version_is_replaced(tmp_path: Path) -> None:
     shutil.copytree(staged_changed(tmp_path), tmp_path / "worker" / "fedqueue")
     stage_worker(tmp_path)
-    assert "NEW" not in (tmp_path / "worker/fedqueue/protocol/binding_rule.py").read_text()
+    assert "NEW" not in (tmp_path / "worker/fedqueue/protocol/budget.py").read_text()

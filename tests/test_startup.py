@@ -15,6 +15,8 @@ from fedqueue.protocol.contract import WALL_TIME
 from fedqueue.protocol.messages import JobFailed, SubmitJob
 from tests.faults.harness import WORKER, Run, free_port, tree_of
 
+pytestmark = pytest.mark.waits(20)
+
 STARTUP = 7.0
 """Seconds; the steps of a job take a tenth of one, a round half of one."""
 
@@ -26,7 +28,7 @@ def run_with(folder: Path, strategy: str = "fedavg", **tables: Any) -> tuple[lis
     command = f"sleep {STARTUP}; exec {shlex.join([sys.executable, '-I', '-S', str(WORKER), json.dumps({})])}"
     with Run(folder, tree, agent={"command": command}, scheduler={"min_wall_seconds": 1.0}) as run:
         run.start()
-        run.run_to_end(180.0)
+        run.run_to_end()
         story = run.story()
     asked = [command.order.wall_seconds for command in story.commands(SubmitJob)]
     return asked, [event.reason for event in story.events(JobFailed)]
@@ -49,7 +51,7 @@ def test_a_start_up_that_the_config_knows_is_in_the_first_request(tmp_path: Path
 def test_a_job_that_ran_into_its_wall_time_doubles_what_is_asked(tmp_path: Path, strategy: str) -> None:
     asked, failed = run_with(tmp_path, strategy)
     assert failed
-    assert set(failed) == {WALL_TIME}
+    assert all(reason.startswith(WALL_TIME) for reason in failed)
     tries = asked[: len(failed) + 1]
     assert all(later >= 2 * earlier for earlier, later in pairwise(tries))
     assert len(failed) <= 2, tries

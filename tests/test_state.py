@@ -26,20 +26,30 @@ from fedqueue.protocol.messages import (
     JobRequeued,
     JobStarted,
     JobSubmitted,
-    ModelReady,
     ModelScored,
     SubmitJob,
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
+    WorkTaken,
 )
-from fedqueue.protocol.state import JOB, PHASES, JobState, Outcomes, RunState
+from fedqueue.protocol.state import JOB, PHASES, STAYING, JobState, Outcomes, RunState
 from fedqueue.sim.simulation import make_plan, make_strategy
 from fedqueue.sim.site import Site
 from tests.conftest import STRATEGY_NAMES
 from tests.test_strategies import REPEATABLE, configs, run
 
-JOB_EVENTS = (JobSubmitted, SubmitRefused, JobStarted, JobRequeued, JobEnded, JobFailed, UpdateArrived, UpdateRejected)
+JOB_EVENTS = (
+    JobSubmitted,
+    SubmitRefused,
+    JobStarted,
+    WorkTaken,
+    JobRequeued,
+    JobEnded,
+    JobFailed,
+    UpdateArrived,
+    UpdateRejected,
+)
 ATTEMPT = 3  # the newest that is known in these tests
 
 
@@ -54,6 +64,8 @@ def said(kind: type, job: str, attempt: int, at: float) -> Event:
             return JobStarted(at=at, job_id=job, attempt=attempt, admission_delay=1.0, ago=0.5)
         case "JobRequeued":
             return JobRequeued(at=at, job_id=job, attempt=attempt, reason="preempted", held_seconds=2.0)
+        case "WorkTaken":
+            return WorkTaken(at=at, job_id=job, attempt=attempt, part=1, waited=0.5)
         case "JobEnded":
             return JobEnded(at=at, job_id=job, attempt=attempt, steps_done=7, train_seconds=3.0, held_seconds=4.0)
         case "JobFailed":
@@ -64,11 +76,12 @@ def said(kind: type, job: str, attempt: int, at: float) -> Event:
     return UpdateArrived(at=at, receipt=receipt)
 
 
-def job_in(phase: Any, *, cancelled: bool) -> tuple[RunState, JobState]:
+def job_in(phase: Any, *, cancelled: bool, stays: bool) -> tuple[RunState, JobState]:
     state = RunState(["north"])
-    state.wanted(SubmitJob(order=Order(job_id="north/0", facility="north", round=0, wall_seconds=60.0)))
+    stay = 20.0 if stays else None
+    state.wanted(SubmitJob(order=Order(job_id="north/0", facility="north", round=0, wall_seconds=60.0, stay=stay)))
     job = state.facilities["north"].jobs["north/0"]
-    job.phase, job.attempt = phase, ATTEMPT
+    job.phase, job.attempt, job.parts = phase, ATTEMPT, 3
     if cancelled:
         state.wanted(CancelJob(job_id="north/0"))
     return state, job
@@ -76,35 +89,37 @@ def job_in(phase: Any, *, cancelled: bool) -> tuple[RunState, JobState]:
 
 def open_in(state: RunState) -> dict[str, Any]:
     """All that the state says is open; when it heard of something last, and how often, is not."""
-    plain = {name: value for name, value in vars(state).items() if name not in ("views", "at", "events", "job")}
+    passing = ("views", "at", "events", "job", "work")
+    plain = {name: value for name, value in vars(state).items() if name not in passing}
     return {
         **{name: value for name, value in plain.items() if name != "facilities"},
         "facilities": {name: dataclasses.asdict(facility) for name, facility in state.facilities.items()},
     }
 
 
+@pytest.mark.parametrize("table", [JOB, STAYING], ids=["hands in once", "stays"])
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize(("phase", "kind"), list(product(PHASES, JOB_EVENTS)))
 def test_an_event_takes_a_job_where_the_table_says_and_else_changes_nothing(
-    phase: str, kind: type, cancelled: bool
+    phase: str, kind: type, cancelled: bool, table: dict[Any, Any]
 ) -> None:
     for age, attempt in (("older", ATTEMPT - 1), ("same", ATTEMPT), ("newer", ATTEMPT + 1)):
         if kind is SubmitRefused and age != "same":
             continue  # it names no attempt: the job never was
-        state, job = job_in(phase, cancelled=cancelled)
+        state, job = job_in(phase, cancelled=cancelled, stays=table is STAYING)
         told: list[Event | Command] = []
         state.views.append(lambda what, _, told=told: told.append(what))  # type: ignore[misc]
         before = open_in(state)
         event = said(kind, "north/0", attempt, at=5.0)
         effective = state.happened(event)
-        assert effective == ((phase, kind, age) in JOB)
+        assert effective == ((phase, kind, age) in table)
         assert told == ([event] if effective else [])
         if not effective:
             assert open_in(state) == before
             continue
         assert state.job is job
         there = {**state.facilities["north"].jobs, **state.facilities["north"].cancelled}
-        after = JOB[phase, kind, age]
+        after = table[phase, kind, age]
         assert (after is None) == ("north/0" not in there)
         assert job.phase == (after or phase)
         if attempt > ATTEMPT:
@@ -112,7 +127,28 @@ def test_an_event_takes_a_job_where_the_table_says_and_else_changes_nothing(
 
 
 def test_the_table_names_every_event_of_a_job_and_no_other() -> None:
-    assert {kind for _, kind, _ in JOB} == set(JOB_EVENTS) <= set(get_args(Event))
+    assert {kind for _, kind, _ in STAYING} == set(JOB_EVENTS) <= set(get_args(Event))
+    assert {kind for _, kind, _ in JOB} == set(JOB_EVENTS) - {WorkTaken}
+
+
+def test_a_job_that_stays_is_over_when_it_has_ended_and_all_its_parts_are_settled() -> None:
+    state, job = job_in("running", cancelled=False, stays=True)
+    arrived = said(UpdateArrived, "north/0", ATTEMPT, 5.0)
+    assert state.happened(arrived)
+    assert not state.happened(arrived)
+    ended = JobEnded(at=7.0, job_id="north/0", attempt=ATTEMPT, steps_done=0, train_seconds=0.0, parts=2)
+    assert state.happened(ended)
+    assert list(state.facilities["north"].jobs) == ["north/0"]
+    assert state.happened(UpdateRejected(at=8.0, job_id="north/0", attempt=ATTEMPT, part=1, reason="not finite"))
+    assert job.is_over
+    assert "north/0" not in state.facilities["north"].jobs
+
+
+def test_an_update_of_a_job_that_stays_counts_though_its_scheduler_took_the_job_back() -> None:
+    state, job = job_in("running", cancelled=False, stays=True)
+    state.happened(said(JobRequeued, "north/0", ATTEMPT + 1, 5.0))
+    assert state.happened(said(UpdateArrived, "north/0", ATTEMPT, 6.0))
+    assert (job.phase, job.attempt) == ("queued", ATTEMPT + 1)
 
 
 class Views:
@@ -150,10 +186,11 @@ def seen_after(config: Config, events: Sequence[Event]) -> tuple[dict[str, Any],
     return own.seen(), others.seen()
 
 
-def superseded(job: str, attempt: int, at: float) -> Iterator[Event]:
-    """All that may still come from an attempt that its scheduler took back."""
+def superseded(job: str, attempt: int, at: float, *, stays: bool) -> Iterator[Event]:
+    """All that may still come from an attempt that its scheduler took back, and is of no use any more."""
+    of_use = (UpdateArrived, UpdateRejected) if stays else ()
     for kind in JOB_EVENTS:
-        if kind not in (JobSubmitted, SubmitRefused):
+        if kind not in (JobSubmitted, SubmitRefused, *of_use):
             yield said(kind, job, attempt, at)
 
 
@@ -162,12 +199,7 @@ def superseded(job: str, attempt: int, at: float) -> Iterator[Event]:
 @settings(max_examples=40, deadline=None)
 def test_repeated_superseded_and_late_events_change_no_view(strategy: str, data: st.DataObject, noise: Any) -> None:
     config = data.draw(configs(strategy))
-    told: list[Event] = []
-    for event, _ in run(config)[0]:
-        told.append(event)
-        if isinstance(event, ModelReady):
-            score = noise.choice((None, noise.random()))
-            told.append(ModelScored(at=event.at, version=event.version, metrics={"score": score}))
+    told = [event for event, _ in run(config)[0]]
     noisy: list[Event] = []
     attempts: dict[str, int] = {}
     for event in told[:-1]:
@@ -179,7 +211,8 @@ def test_repeated_superseded_and_late_events_change_no_view(strategy: str, data:
             noisy.append(replace(again, at=event.at))
         if attempts and noise.random() < 0.5:
             job = noise.choice(sorted(attempts))
-            noisy += superseded(job, noise.randrange(attempts[job]), event.at)
+            stays = config.options().stay != "off"
+            noisy += superseded(job, noise.randrange(attempts[job]), event.at, stays=stays)
     plain, served = seen_after(config, told)
     assert plain == served
     own, others = seen_after(config, [*noisy, told[-1]])
@@ -202,6 +235,7 @@ def test_all_views_agree_after_events_in_any_order(strategy: str, data: st.DataO
     jobs = tally["jobs"]
     out = sum(len(facility["jobs"]) + len(facility["cancelled"]) for facility in open_jobs)
     assert jobs["submitted"] - jobs["completed"] - jobs["failed"] >= out  # some were cancelled and have failed since
-    assert sum(line.updates for line in own["screen"][0].values()) == jobs["completed"]
+    if config.options().stay == "off":
+        assert sum(line.updates for line in own["screen"][0].values()) == jobs["completed"]
     assert len(own["outcomes"]["models"]) == tally["rounds"] + 1 == own["screen"][1] + 1
-    assert sum(share.updates for share in own["meter"].shares.values()) == own["screen"][2 + 1]
+    assert sum(share.updates for share in own["meter"].shares.values()) == own["screen"][3]

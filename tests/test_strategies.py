@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import pytest
@@ -11,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue.config import Config, FacilitySettings, parse
-from fedqueue.protocol.budget import RULES
-from fedqueue.protocol.contract import facility_of
+from fedqueue.protocol.contract import UpdateKey, facility_of
 from fedqueue.protocol.messages import (
     Aggregate,
     AssignWork,
@@ -39,14 +40,19 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
+    UpdatesWithdrawn,
+    WorkTaken,
 )
 from fedqueue.protocol.predict import PREDICTORS
+from fedqueue.protocol.predict.base import RESERVE_RULES
+from fedqueue.protocol.strategies.rounds import LEAST_TRUST
 from fedqueue.sim.learning import Learning
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site
 from tests.conftest import STRATEGY_NAMES, Trace
 
 SHARE = st.floats(0, 0.5)
+ABSENT = st.just(0.7) | st.floats(0, 0.95)
 CLOSING = (JobFailed, SubmitRefused, UpdateRejected)
 REPEATABLE = (
     JobSubmitted,
@@ -57,6 +63,7 @@ REPEATABLE = (
     JobFailed,
     UpdateArrived,
     UpdateRejected,
+    WorkTaken,
     ModelReady,
 )
 
@@ -66,7 +73,7 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         optional={
             "predictor": st.sampled_from([*PREDICTORS, "conformal/rolling-quantile"]),
             "smoothing": st.floats(0, 1),
-            "rule": st.sampled_from(RULES),
+            "rule": st.sampled_from(RESERVE_RULES),
             "margin": st.floats(0, 5),
             "late_rate": st.floats(0, 1),
             "decay": st.sampled_from(["harmonic", "exponential", "none"]),
@@ -75,6 +82,7 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "close": st.sampled_from(["timer", "early"]),
             "overlap": st.booleans(),
             "max_staleness": st.none() | st.integers(0, 3),
+            "absent": ABSENT,
         },
     ),
     "jit": st.fixed_dictionaries(
@@ -85,7 +93,10 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "lead": st.floats(0, 1),
             "patience": st.floats(0, 1),
             "wall": st.sampled_from(["longest", "forecast"]),
-            "rounds": st.sampled_from(["fixed", "forecast"]),
+            "rounds": st.sampled_from(["fixed", "forecast", "auto"]),
+            "between": st.sampled_from(["wait", "train", "auto"]),
+            "min_steps": st.integers(1, 30),
+            "absent": ABSENT,
             "busy": st.floats(0, 1),
             "predictor": st.sampled_from(["ewma", "combined"]),
             "lr_scaling": st.sampled_from(["inverse", "none"]),
@@ -93,10 +104,21 @@ OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         },
     ),
     "fedavg": st.fixed_dictionaries({"steps": st.integers(1, 200)}),
+    "fedprox": st.fixed_dictionaries({"steps": st.integers(1, 200), "proximal": st.floats(0, 1)}),
+    "fedadam": st.fixed_dictionaries({"steps": st.integers(1, 200), "rate": st.floats(0.001, 1)}),
+    "scaffold": st.fixed_dictionaries({"steps": st.integers(1, 200)}),
+    "fadas": st.fixed_dictionaries(
+        {"steps": st.integers(1, 200), "buffer": st.integers(1, 6), "threshold": st.integers(1, 4)}
+    ),
     "fedasync": st.fixed_dictionaries({"steps": st.integers(1, 200), "exponent": st.floats(0, 2)}),
     "fedbuff": st.fixed_dictionaries({"steps": st.integers(1, 200), "buffer": st.integers(1, 6)}),
     "fedcompass": st.fixed_dictionaries({"min_steps": st.integers(1, 30), "max_steps": st.integers(30, 200)}),
 }
+
+STAYS: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.just({"stay": "off"}),
+    st.fixed_dictionaries({"stay": st.just("auto") | st.floats(0.5, 200)}, optional={"stay_lead": st.floats(0, 1)}),
+)
 
 QUEUES = st.one_of(
     st.fixed_dictionaries({"kind": st.just("fixed"), "delay": st.floats(0, 30)}),
@@ -153,7 +175,7 @@ def configs(draw: st.DrawFn, strategy: str, *, faults: bool = True, outages_end:
             "warm_up": draw(st.booleans()),
         },
         "task": {"name": "timing"},
-        "strategy": {strategy: draw(OPTIONS[strategy])},
+        "strategy": {strategy: draw(OPTIONS[strategy]) | draw(STAYS)},
         "facility": [{"name": f"f{i}", **f} for i, f in enumerate(facilities)],
         "fault": draw(st.lists(FAULT, max_size=3)) if faults else [],
         "simulator": {"aggregate_seconds": draw(st.sampled_from([0.0, 0.5, 12.0]))},
@@ -180,11 +202,25 @@ def run(
         trace.append((event, list(commands)))
         assert len(trace) < 200_000, "the run does not end"
 
-    simulation = Simulation(config, sites, Learning(1.0), strategy, [listen])
+    simulation = Simulation(config, sites, Judging(config), strategy, [listen])
     for event in operator:
         simulation._at(event.at, JOBS, simulation._tell, event)
     simulation.run()
     return trace, strategy.stopped
+
+
+class Judging(Learning):
+    """Nothing is trained, and yet models have scores, and their updates agree more or less."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(1.0)
+        self._rng = random.Random(config.run.seed)
+
+    def aggregate(self, command: Aggregate) -> float | None:
+        return self._rng.choice((None, 0.05, 0.2, 0.9)) if command.agreement else None
+
+    def score(self, version: int) -> dict[str, float] | None:
+        return {"score": self._rng.choice((0.5, 0.5, 0.5, 0.9, nan))} if self._rng.random() < 0.8 else None
 
 
 class Bent(Site):
@@ -199,10 +235,22 @@ class Bent(Site):
         return seconds + self._extra if at + seconds > self._after else seconds
 
 
-def check_invariants(trace: Trace) -> None:
-    fates: Counter[tuple[object, object]] = Counter()
-    arrived: set[tuple[str, int]] = set()
-    aggregated: Counter[tuple[str, int]] = Counter()
+def trust_of(config: Config) -> float:
+    return getattr(config.options(), "absent", 0.0)
+
+
+def longest_trust(absent: float) -> int:
+    """Rounds after which the update of an absent facility is forgotten."""
+    return sum(1 for n in range(1, 1000) if absent**n >= LEAST_TRUST)
+
+
+def check_invariants(trace: Trace, absent: float = 0.0) -> None:
+    """`absent`: the trust in the last updates of facilities that have none."""
+    fates: Counter[tuple[object, ...]] = Counter()
+    arrived: set[UpdateKey] = set()
+    aggregated: Counter[UpdateKey] = Counter()
+    used_in: dict[UpdateKey, int] = {}  # the model that an update was new in, by the version it was made from
+    kept: set[UpdateKey] = set()  # that may be asked for again
     ready, made, submitted, seen_at = 0, 0, set(), 0.0
     for event, commands in trace:
         assert event.at >= seen_at, "the run clock runs backwards"
@@ -211,7 +259,7 @@ def check_invariants(trace: Trace) -> None:
             assert event.version == ready + 1, "versions rise by one"
             ready = event.version
         if isinstance(event, UpdateArrived):
-            arrived.add((event.receipt.job_id, event.receipt.attempt))
+            arrived.add(event.receipt.key)
         for command in commands:
             if isinstance(command, SubmitJob):
                 assert command.order.job_id not in submitted, "a job id is used once"
@@ -223,11 +271,24 @@ def check_invariants(trace: Trace) -> None:
             elif isinstance(command, Aggregate):
                 assert (command.from_version, command.to_version) == (made, made + 1)
                 made += 1
-                aggregated.update((s.job_id, s.attempt) for s in command.weights)
+                fresh = [s.key for s in command.weights if not s.again]
+                aggregated.update(fresh)
+                used_in |= dict.fromkeys(fresh, command.from_version)
                 total = sum(s.weight for s in command.weights)
                 assert total <= 1 + 1e-9
+                stand_ins = [s.key for s in command.weights if s.again]
+                assert set(stand_ins) <= kept, "what is used again was kept"
+                whose = [facility_of(key[0]) for key in stand_ins]
+                assert len(whose) == len(set(whose)), "one stands in for a facility"
+                assert not {facility_of(key[0]) for key in fresh} & set(whose), "nobody who is there has a stand-in"
+                assert fresh or not stand_ins, "no model is made of stand-ins alone"
+                assert [s.key for s in command.weights] == [*stand_ins, *fresh], "what is new comes last"
+                oldest = max((command.from_version - used_in[key] for key in stand_ins), default=0)
+                assert oldest <= longest_trust(absent), "it is older than it may be"
+                kept = set(command.keep)
+                assert kept <= set(used_in), "only what was in a model is kept"
             elif isinstance(command, Record) and command.kind == "fate":
-                fates[command.facts["job"], command.facts["attempt"]] += 1
+                fates[command.facts["job"], command.facts["attempt"], command.facts.get("part", 0)] += 1
                 if command.facts["fate"] == "aggregated":
                     assert isinstance(event, ModelReady)
                     assert command.facts["version"] == event.version, "aggregated into a model that is not there"
@@ -243,8 +304,46 @@ def check_invariants(trace: Trace) -> None:
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_every_run_ends_and_every_update_has_one_fate(strategy: str, data: st.DataObject) -> None:
-    trace, _ = run(data.draw(configs(strategy)))
+    config = data.draw(configs(strategy))
+    trace, stopped = run(config)
+    check_invariants(trace, trust_of(config))
+    if not any(fault.kind == "outage" and fault.seconds is None for fault in config.fault):
+        assert stopped is not None, "it waits for something that never comes"
+
+
+SLOW_LINK = st.fixed_dictionaries(
+    {
+        "steps_per_second": st.sampled_from([5.0, 10.0]),
+        "slowdown": st.sampled_from([1.0, 2.0, 4.0]),
+        "latency_seconds": st.sampled_from([0.5, 1.0]),
+        "max_jobs": st.integers(1, 3),
+        "queue": st.just({"kind": "lognormal", "mean": 1.0, "rho": 0.8}),
+    }
+)
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name != "jit"])
+@given(
+    seed=st.integers(0, 1000),
+    stay=st.floats(1.5, 12),
+    seconds=st.sampled_from([0.5, 2.0]),
+    facilities=st.lists(SLOW_LINK, min_size=1, max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_job_that_ends_before_the_work_it_was_given_reaches_it_holds_up_nobody(
+    strategy: str, seed: int, stay: float, seconds: float, facilities: list[dict[str, Any]]
+) -> None:
+    steps = {"fedcompass": {"min_steps": 3, "max_steps": 30}, "fedqueue": {"min_steps": 3}}
+    tree = {
+        "run": {"strategy": strategy, "seed": seed, "rounds": 10, "round_length": 5.0},
+        "task": {"name": "timing"},
+        "strategy": {strategy: {**steps.get(strategy, {"steps": 5}), "stay": stay}},
+        "facility": [{"name": f"f{i}", **f} for i, f in enumerate(facilities)],
+        "simulator": {"aggregate_seconds": seconds},
+    }
+    trace, stopped = run(parse(tree))
     check_invariants(trace)
+    assert stopped == "all rounds done"
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
@@ -265,7 +364,7 @@ def operators(draw: st.DrawFn) -> list[Event]:
     events: list[Event] = []
     for at in draw(st.lists(st.floats(0, 150), max_size=4)):
         name = draw(st.sampled_from(["f0", "f1"]))
-        kind = draw(st.sampled_from(["pause", "fault", "drain", "join", "restart", "leave", "stop"]))
+        kind = draw(st.sampled_from(["pause", "fault", "drain", "join", "restart", "leave", "revoke", "stop"]))
         if kind == "pause":
             events += [RunPaused(at=at), RunResumed(at=at + draw(st.floats(0, 20)))]
         elif kind == "fault":
@@ -275,6 +374,9 @@ def operators(draw: st.DrawFn) -> list[Event]:
             events.append(StopRequested(at=at))
         elif kind == "restart":
             events.append(CoordinatorResumed(at=at, down_seconds=100.0))
+        elif kind == "revoke":
+            events += [FacilityLeft(at=at, facility=name), UpdatesWithdrawn(at=at, facility=name, reason="revoked")]
+            events.append(FacilityJoined(at=at + 5.0, facility=name))
         elif kind == "leave":
             events += [FacilityLeft(at=at, facility=name), FacilityJoined(at=at + 5.0, facility=name)]
         else:
@@ -289,14 +391,17 @@ def test_operators_may_do_what_they_like(strategy: str, data: st.DataObject, ope
     # An operator who calls back a facility that is gone for good has a run that waits for it for good.
     config = data.draw(configs(strategy, outages_end=True))
     trace, _ = run(config, operator=operator)
-    check_invariants(trace)
+    check_invariants(trace, trust_of(config))
     limit = {f.name: f.max_jobs for f in config.facility}
-    overlaps = strategy == "jit" or getattr(config.options(), "overlap", False)
+    stays = config.options().stay != "off"
+    overlaps = strategy == "jit" or stays or getattr(config.options(), "overlap", False)
     out: dict[str, set[str]] = {name: set() for name in limit}
     for event, commands in trace:
         closed = getattr(event, "job_id", None) if isinstance(event, CLOSING) else None
-        if isinstance(event, UpdateArrived):
+        if isinstance(event, UpdateArrived) and not stays:
             closed = event.receipt.job_id
+        elif isinstance(event, JobEnded) and stays:
+            closed = event.job_id
         for jobs in out.values():
             jobs.discard(str(closed))
         for command in commands:
@@ -335,7 +440,7 @@ def test_no_facility_starves_when_nothing_fails(strategy: str, data: st.DataObje
     assert set(jobs) == {f.name for f in config.facility}
     # Whoever is free is given work again before the run goes on for long: jobs follow arrivals.
     back = Counter(e.receipt.job_id.split("/")[0] for e, _ in trace if isinstance(e, UpdateArrived))
-    if strategy in ("fedasync", "fedbuff"):
+    if strategy in ("fedasync", "fedbuff") and config.options().stay == "off":
         assert all(jobs[name] >= back[name] for name in jobs)
 
 
@@ -352,14 +457,14 @@ def test_disordered_repeated_and_lost_events_never_break_the_books(
     events = [e for _, e in sorted(enumerate(events), key=lambda pair: pair[0] + disorder.uniform(0, 4))]
     sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
     fresh = make_strategy(config, make_plan(config, sites, None))
-    aggregated: Counter[tuple[str, int]] = Counter()
+    aggregated: Counter[UpdateKey] = Counter()
     made = 0
     for event in events:
         for command in fresh.handle(event):
             if isinstance(command, Aggregate):
                 assert command.from_version in (made, made - 1)  # or the same again, after a failure
                 made = command.to_version
-                aggregated.update((s.job_id, s.attempt) for s in command.weights)
+                aggregated.update(s.key for s in command.weights if not s.again)
     assert all(n == 1 for n in aggregated.values())
 
 
@@ -369,6 +474,7 @@ def test_jobs_see_the_same_delays_under_every_strategy() -> None:
         config = parse(
             {
                 "run": {"strategy": strategy, "rounds": 8, "seed": 5},
+                "strategy": {strategy: {"stay": "off"}},
                 "task": {"name": "timing"},
                 "facility": [
                     {"name": n, "steps_per_second": 10.0, "queue": {"kind": "lognormal", "mean": 3.0, "rho": 0.9}}

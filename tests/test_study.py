@@ -432,6 +432,7 @@ def tuning_record(row: str, seed: int, at: float | None) -> dict[str, Any]:
         "config": "",
         "virtual_seconds": 100.0 if at is None else at,
         "interpolated": {"0.95": at},
+        "score": {"max": 0.9},
     }
 
 
@@ -499,17 +500,26 @@ def test_tuned_experiment_wants_a_whole_grid_and_fresh_seeds(grid: Path, capsys:
 
 def test_seeds_of_tuning_are_never_reported() -> None:
     experiments = {path.stem: files.load(path) for path in FILES}
-    tuning = set(experiments.pop("tuning").seeds_of())
+    grids = [experiments.pop(name) for name in ("tuning", "regimes-tuning", "mnist-regimes-tuning")]
+    tuning = {seed for experiment in grids for seed in experiment.seeds_of()}
     for experiment in experiments.values():
         assert not tuning & set(experiment.seeds_of())
         assert not tuning & set(experiment.seeds_of(quick=True))
 
 
-def test_every_method_has_a_grid_of_the_same_size_and_every_grid_a_tuned_row() -> None:
-    tuning, tuned = files.load(EXPERIMENTS / "tuning.toml"), files.load(EXPERIMENTS / "tuned.toml")
+@pytest.mark.parametrize(
+    ("grids", "rows", "size"),
+    [("tuning", "tuned", 60), ("regimes-tuning", "regimes", 6), ("mnist-regimes-tuning", "mnist-regimes", 12)],
+)
+def test_every_method_has_a_grid_of_the_same_size_and_every_grid_a_tuned_row(grids: str, rows: str, size: int) -> None:
+    tuning, tuned = files.load(EXPERIMENTS / f"{grids}.toml"), files.load(EXPERIMENTS / f"{rows}.toml")
     sizes = {grid.name: sum(row.grid == grid.name for row in tuning.rows) for grid in tuning.grids}
-    assert set(sizes.values()) == {60}
-    assert {row.tuned for row in tuned.rows if row.tuned} == {f"tuning/{name}" for name in sizes}
+    assert set(sizes.values()) == {size}
+    assert {row.tuned for row in tuned.rows if row.tuned} == {f"{grids}/{name}" for name in sizes}
+
+
+def test_every_strategy_of_the_first_stage_is_tuned() -> None:
+    tuning = files.load(EXPERIMENTS / "tuning.toml")
     strategies = {tuning.config_of(cell, 1).run.strategy for cell in tuning.cells()}
     assert strategies == {"fedqueue", "jit", "fedavg", "fedasync", "fedbuff", "fedcompass"}
 

@@ -23,8 +23,19 @@ from fedqueue import aggregate as in_memory
 from fedqueue import tensorfile
 from fedqueue.aggregate import Contribution, StateDict
 from fedqueue.errors import StorageError
-from fedqueue.tensorfile import FileContribution, TensorFileError, check, describe, read_header, select, write
-from fedqueue.tensorheader import HEADER_LIMIT
+from fedqueue.protocol.messages import ServerStep
+from fedqueue.tensorbytes import HEADER_LIMIT
+from fedqueue.tensorfile import (
+    Content,
+    FileContribution,
+    FileStep,
+    TensorFileError,
+    check,
+    describe,
+    read_header,
+    select,
+    write,
+)
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 quick = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -181,7 +192,7 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_else(
     (like := tmp_path / "like").write_bytes(VALID)
     (path := tmp_path / "m").write_bytes(bytes(content[:cut]) + more)
     for sum_of in (None, hashlib.sha256(VALID).hexdigest()):
-        reason = check(path, like, sha256=sum_of)
+        reason = check(path, like, content=None if sum_of is None else Content(sum_of))
         assert reason is None or "\n" not in reason
     refused_or_read(lambda: tensorfile.aggregate(path, [contribution(path, path)], "add_deltas", tmp_path / "out"))
     assert not (tmp_path / "out.part").exists()
@@ -200,7 +211,7 @@ def test_what_safetensors_writes_is_read(tmp_path: Path, seed: int, dtype: torch
     assert header.kinds() == {
         name: tensorfile.Kind(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.items()
     }
-    assert check(path, path, sha256=sha256(path)) is None
+    assert check(path, path, content=Content(sha256(path))) is None
 
 
 def test_what_is_written_safetensors_reads(tmp_path: Path) -> None:
@@ -212,7 +223,7 @@ def test_what_is_written_safetensors_reads(tmp_path: Path) -> None:
     tensors |= {"turned": np.arange(6.0).reshape(2, 3).T, "big": np.arange(3, dtype=">f4"), "none": np.zeros((0, 2))}
     tensors["scalar"] = np.array(2.0)
     path = tmp_path / "m"
-    assert write(path, tensors, metadata={"made": "here"}) == sha256(path)
+    assert write(path, tensors, metadata={"made": "here"}).sha256 == sha256(path)
     found = load_numpy(path)
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
@@ -241,7 +252,7 @@ def test_select_takes_the_tensors_whose_names_match(tmp_path: Path) -> None:
     }
     path, out = tmp_path / "m", tmp_path / "out"
     save_numpy(tensors, path)
-    assert select(path, out, ["*.lora_*", "head"]) == sha256(out)
+    assert select(path, out, ["*.lora_*", "head"]).sha256 == sha256(out)
     found = load_numpy(out)
     assert found.keys() == tensors.keys() - {"base.weight"}
     assert all(np.array_equal(found[name], tensors[name]) for name in found)
@@ -279,7 +290,7 @@ def test_check_gives_the_reason_that_misfit_gives(tmp_path: Path, update: StateD
     like = model(torch.Generator().manual_seed(3))
     save_file(like, tmp_path / "like")
     save_file(update, path := tmp_path / "update")
-    reason = check(path, tmp_path / "like", sha256=sha256(path))
+    reason = check(path, tmp_path / "like", content=Content(sha256(path)))
     wanted = in_memory.misfit(update, like)
     # Of several names the first is told: the file has its own order.
     assert (reason or "").split("'")[2:] == (wanted or "").split("'")[2:]
@@ -304,7 +315,7 @@ def test_a_wrong_sha256_is_told_before_anything_else(tmp_path: Path) -> None:
     write(tmp_path / "like", {"a": np.zeros(3)})
     (tmp_path / "update").write_bytes(b"rubbish")
     assert check(tmp_path / "update", tmp_path / "like") == "is no safetensors file, or not a whole one (7 bytes)"
-    found = check(tmp_path / "update", tmp_path / "like", sha256="00")
+    found = check(tmp_path / "update", tmp_path / "like", content=Content("00"))
     assert found == f"its sha256 is {sha256(tmp_path / 'update')}, expected 00"
 
 
@@ -351,13 +362,93 @@ def test_the_streamed_sum_is_that_in_memory(
         files.append(contribution(path, tmp_path / f"base{base_number}", weight))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
-        found_sha256 = tensorfile.aggregate(tmp_path / "base0", files, rule, out := tmp_path / "out")
-    assert found_sha256 == sha256(out)
+        content = tensorfile.aggregate(tmp_path / "base0", files, rule, out := tmp_path / "out")
+    assert content.sha256 == sha256(out)
     result, wanted = load_file(out), in_memory.aggregate(bases[0], states, rule)
     assert result.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert result[name].dtype == tensor.dtype
         assert torch.equal(result[name], tensor), name  # to the last bit, whatever the type
+
+
+@settings(quick, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(REAL),
+    rounds=st.lists(
+        st.lists(st.tuples(st.floats(0, 1), st.sampled_from(REAL), st.booleans()), min_size=1, max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    largest=st.booleans(),
+    chunk=st.sampled_from([1, 4, 1 << 18]),
+)
+def test_streamed_steps_of_a_servers_optimizer_are_those_in_memory(
+    tmp_path: Path,
+    seed: int,
+    dtype: torch.dtype,
+    rounds: list[list[tuple[float, torch.dtype, bool]]],
+    largest: bool,
+    chunk: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    step = ServerStep(rate=0.3, beta1=0.9, beta2=0.99, epsilon=0.01, largest=largest)
+    first = model(generator, dtype) | {"norm.running_mean": torch.ones(3)}
+    save_file(first, first_path := tmp_path / "v0")
+    moments: in_memory.Moments = ()
+    state, path = first, first_path
+    files: list[Path] = []
+    for version, updates in enumerate(rounds, 1):
+        states, contributions = [], []
+        for number, (weight, kind, fresh) in enumerate(updates):
+            trained = model(generator, kind, number) | {"norm.running_mean": torch.randn(3, generator=generator)}
+            save_file(trained, update := tmp_path / f"update{version}-{number}")
+            base, base_path = (state, path) if fresh else (first, first_path)
+            states.append(Contribution(weight=weight, trained=trained, base=base))
+            contributions.append(contribution(update, base_path, weight))
+        state, moments = in_memory.take_step(state, states, "add_deltas", step, moments)
+        out = [tmp_path / f"v{version}-{n}" for n in range(step.moments)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
+            contents = tensorfile.take_step(
+                path,
+                contributions,
+                "add_deltas",
+                made := tmp_path / f"v{version}",
+                FileStep(step=step, moments=files, out=out),
+            )
+        path, files = made, out
+        assert [content.sha256 for content in contents] == [sha256(file) for file in (path, *files)]
+        for found, wanted in zip([load_file(file) for file in (path, *files)], [state, *moments], strict=True):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert found[name].dtype == tensor.dtype
+                assert torch.equal(found[name], tensor), name  # to the last bit, whatever the type
+
+
+def test_a_step_of_complex_numbers_moves_both_parts(tmp_path: Path) -> None:
+    write(tmp_path / "now", {"a": np.array([0, 1j], np.complex64)})
+    write(tmp_path / "new", {"a": np.array([2 - 2j, 1j], np.complex64)})
+    step = ServerStep(rate=1.0, beta1=0.0, beta2=0.0, epsilon=0.5)  # d / (|d| + 1/2)
+    files = FileStep(step=step, moments=[], out=[tmp_path / "m", tmp_path / "v"])
+    tensorfile.take_step(
+        tmp_path / "now", [contribution(tmp_path / "new", tmp_path / "now")], "add_deltas", tmp_path / "o", files
+    )
+    assert load_numpy(tmp_path / "o")["a"] == pytest.approx(np.array([2 / 3 - 2 / 3 * 1j, 1j]))
+    assert load_numpy(tmp_path / "v")["a"].tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_moments_of_another_model_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    write(tmp_path / "now", {"a": np.zeros(2, np.float32)})
+    write(tmp_path / "other", {"a": np.zeros(3, np.float32)})
+    step = ServerStep(rate=1.0, beta1=0.5, beta2=0.5, epsilon=0.5)
+    files = FileStep(step=step, moments=[tmp_path / "other"] * 2, out=[tmp_path / "m", tmp_path / "v"])
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TensorFileError, match=r"other: tensor 'a' has shape \(3,\), expected \(2,\)"):
+        tensorfile.take_step(
+            tmp_path / "now", [contribution(tmp_path / "now", tmp_path / "now")], "add_deltas", tmp_path / "o", files
+        )
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_complex_tensors_are_summed(tmp_path: Path) -> None:

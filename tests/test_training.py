@@ -12,7 +12,7 @@ from torch import nn
 
 from fedqueue import data
 from fedqueue.errors import ConfigError, DataError, TaskError
-from fedqueue.training.settings import TaskSettings
+from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import StateDict, Task, Trained, make_task
 
 OWN_TASK = """
@@ -117,8 +117,9 @@ def test_results_share_no_memory_and_carry_buffers() -> None:
     assert not same_bits(task.initial_model(), {name: torch.zeros_like(t) for name, t in kept.items()})
 
 
+@pytest.mark.parametrize("proximal", [0.0, 0.5])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_the_loop_equals_a_plain_one(optimizer: str) -> None:
+def test_the_loop_equals_a_plain_one(optimizer: str, proximal: float) -> None:
     """One batch a step and all samples in it, so that only the order inside the batch is the task's choice."""
     momentum = 0.9 if optimizer == "sgd" else 0.0
     settings = TaskSettings(
@@ -128,19 +129,21 @@ def test_the_loop_equals_a_plain_one(optimizer: str) -> None:
         optimizer=optimizer,  # type: ignore[arg-type]
         momentum=momentum,
         weight_decay=0.1,
+        proximal=proximal,
     )
     task = make_task(settings, facilities=1, seed=0)
     result = train(task, task.initial_model(), facility=0)
 
     import own_task  # type: ignore[import-not-found]
 
-    from fedqueue.training.trainer import derive_seed
+    from fedqueue.training.tasks import derive_seed
 
     torch.manual_seed(derive_seed("workload", "own_task:numbers"))
     inputs, targets = own_task.numbers().train
     plain = nn.Linear(3, 1)
     plain.load_state_dict(task.initial_model())
     parameters = list(plain.parameters())
+    start = [parameter.detach().clone() for parameter in parameters]
     step: torch.optim.Optimizer
     if optimizer == "sgd":
         step = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1)
@@ -150,7 +153,8 @@ def test_the_loop_equals_a_plain_one(optimizer: str) -> None:
     for _ in range(12):
         step.zero_grad()
         loss = nn.functional.mse_loss(plain(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        away = sum(((p - s).square().sum() for p, s in zip(parameters, start, strict=True)), torch.zeros(()))
+        (loss + proximal / 2 * away).backward()  # type: ignore[no-untyped-call]
         step.step()
         losses.append(loss.item())
     for name, tensor in plain.state_dict().items():
@@ -260,5 +264,5 @@ def test_settings_name_the_field_that_is_wrong(fields: dict[str, object], messag
 
 
 def test_settings_and_data_do_not_load_torch() -> None:
-    code = "import sys, fedqueue.data, fedqueue.training.settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, fedqueue.data, fedqueue.training.job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from fedqueue.agent.transport import (
 )
 from fedqueue.coordinator import transfers as blobs
 from fedqueue.errors import ConfigError, StorageError
+from tests.waiting import LONGEST, wait_for
 
 CREDENTIAL = "secret-of-north"
 SIZE = 6_000_011
@@ -107,11 +107,11 @@ class Server:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-m", "tests.test_transfer", *self._arguments])
-        wait_until(lambda: is_open(self.port))
+        wait_for(lambda: is_open(self.port), "it listens", every=0.01)
 
     def stop(self, how: signal.Signals) -> None:
         self.process.send_signal(how)
-        self.process.wait(timeout=20)
+        self.process.wait(LONGEST)
 
     def part(self) -> Path:
         return self.folder / SHA256
@@ -127,13 +127,6 @@ def is_open(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
         return True
     return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -231,12 +224,12 @@ class Relay:
     def close(self) -> None:
         self.go.set()
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(timeout=20)  # from here on no connection is added
+        self._threads[0].join(LONGEST)  # from here on no connection is added
         for end in self._sockets[1:]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads[1:]:
-            thread.join(timeout=20)
+            thread.join(LONGEST)
         for end in self._sockets:
             end.close()
 
@@ -321,7 +314,7 @@ def test_bytes_that_arrived_before_a_cut_are_kept(server: Server, certificate: t
     relay = Relay(server.port, [4_000_000, 10, 10, 10])
     with client(relay.port, certificate, retries=2) as agent, pytest.raises(CoordinatorUnreachableError):
         agent.upload(update, 3, 0, SHA256)
-    wait_until(lambda: blobs.have(server.part()) > 3_500_000)
+    wait_for(lambda: blobs.have(server.part()) > 3_500_000, "most is there", every=0.01)
     assert CONTENT.startswith(server.part().read_bytes())
     relay.close()
 
@@ -336,7 +329,7 @@ def test_an_upload_goes_on_after_the_server_was_killed(
         with client(relay.port, certificate, retries=20) as agent:
             sending = threading.Thread(target=agent.upload, args=(update, 3, 0, SHA256))
             sending.start()
-            wait_until(lambda: blobs.have(server.part()) > SIZE // 4)
+            wait_for(lambda: blobs.have(server.part()) > SIZE // 4, "a part is there", every=0.01)
             server.stop(signal.SIGKILL)
             before = blobs.have(server.part())
             server.start()

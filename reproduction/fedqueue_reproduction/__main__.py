@@ -7,4 +7,5 @@ import sys
 from fedqueue.cli import main
 from fedqueue_reproduction import command
 
-raise SystemExit(main(["reproduce", *sys.argv[1:]], {"reproduce": command}))
+sys.argv.insert(1, "reproduce")  # so that results hold the command as anybody would give it
+raise SystemExit(main(sys.argv[1:], {"reproduce": command}))

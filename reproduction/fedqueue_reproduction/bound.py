@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from fedqueue.protocol.checks import at_least, more_than
+from fedqueue.protocol.codec import at_least, more_than
 from fedqueue_reproduction.error_distribution import ROUNDING, Floats, Shape, exceeded_by, reach, shape_of
 
 ENOUGH: Final = 20  # errors of a facility; what fewer say is mostly luck

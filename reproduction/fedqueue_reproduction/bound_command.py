@@ -1,15 +1,17 @@
 """Hold Lemma 1 of the paper against measured forecast errors: the staleness it bounds, the margin it needs, how far
-the errors are from what it assumes, and what the bound becomes in log space.
+the errors are from what it assumes, and what the bound becomes in log space. With --theorem, hold Theorem 1 against
+training: its constants, its conditions on the rate, and its bound beside the gradient norm that is measured.
 
 SOURCE is a run folder; or a queue trace or another log of docs/history.md, over which a forecaster is replayed
 (--round-length is needed, --procs and --requested choose the jobs); or a CSV file with a column `error`, or
 `admission_delay` and `expected_delay`, and perhaps `facility`; or a plain file with one error a line. docs/protocol.md
-explains what is printed.
+and docs/theorem.md explain what is printed.
 
 examples:
   fedqueue bound runs/timing-fedqueue-seed1
   fedqueue bound kth-sp2-1996.csv.gz --procs 2-8 --requested 14400 --round-length 7200 --margin 600
   fedqueue bound errors.csv --facilities 4 --rounds 50 --round-length 10 --margin 2 --gamma 1
+  fedqueue bound --theorem my.toml --seeds 5 --set task.optimizer=sgd
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from fedqueue.history.read import is_log
 from fedqueue.machine import invoked, provenance
 from fedqueue.protocol.predict import PREDICTORS
 from fedqueue.runs import rounded
+from fedqueue_reproduction import theorem_command
 from fedqueue_reproduction.bound import ENOUGH, Assessment, Setting, assess, least_shift
 from fedqueue_reproduction.forecast_errors import Measured, of_file, of_run, of_trace
 
-HELP = "hold the paper's staleness bound against measured forecast errors"
+HELP = "hold the paper's bounds, on staleness and on the gradient, against what is measured"
 
 _TRACE_OPTIONS = ("procs", "requested", "predictor", "smoothing", "first_delay")
 
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="run folder, queue trace or error file")
     parser.add_argument("--facilities", type=int, metavar="K", help="default: as many as the source has")
     parser.add_argument("--rounds", type=int, metavar="R", help="default: as many as the source has")
-    parser.add_argument("--epsilon", type=float, default=0.05, help="chance that the bound may fail in a run (0.05)")
+    parser.add_argument("--epsilon", type=float, help="chance that the bound may fail in a run (0.05)")
     parser.add_argument("--round-length", type=float, metavar="S", help="T in seconds; default: the run's")
     parser.add_argument("--margin", type=float, metavar="S", help="delta in seconds; default: the run's, or 0")
     parser.add_argument("--gamma", type=float, metavar="G", help="also say the margin that this gamma needs")
@@ -74,13 +77,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE.png", help="default: plots/bound.png of the run, or NAME-bound.png here"
     )
     common.add_plots(parser)
+    theorem_command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from fedqueue_reproduction.bound_text import show  # loads what draws reports: other commands need not wait for it
 
-    if (args.source is None) == (args.cases is None):
-        raise ConfigError("bound needs a run folder, a trace or an error file, or else --cases")
+    if sum(given is not None for given in (args.source, args.cases, args.theorem)) != 1:
+        raise ConfigError("bound needs a run folder, a trace or an error file, or else --cases, or else --theorem")
+    if args.theorem is not None:
+        return theorem_command.run(args)
+    for name in theorem_command.OPTIONS:
+        if getattr(args, name) not in (None, []):
+            raise ConfigError(f"--{'set' if name == 'changes' else name.replace('_', '-')} is for --theorem")
     if args.cases is not None:
         return _run_cases(args)
     if args.plots:
@@ -191,7 +200,7 @@ def _assess(measured: Measured, args: argparse.Namespace) -> Assessment:
             facilities=len(measured.series) if args.facilities is None else args.facilities,
             rounds=measured.rounds if args.rounds is None else args.rounds,
             round_length=round_length,
-            epsilon=args.epsilon,
+            epsilon=0.05 if args.epsilon is None else args.epsilon,
             margin=(measured.margin or 0.0) if args.margin is None else args.margin,
             gamma=args.gamma,
             shift=least if args.shift is None else args.shift,

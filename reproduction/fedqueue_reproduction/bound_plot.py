@@ -12,6 +12,7 @@ import numpy as np
 from fedqueue.report.style import FAINT, INK, PAPER, amount, facility_colours, new_figure, save_png, short, styled
 from fedqueue_reproduction.bound import Assessment, Series, limits, log_factor
 from fedqueue_reproduction.error_distribution import Floats, Shape, exceeded_by, gaussian_tail, reach
+from fedqueue_reproduction.wording import raised
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,6 @@ LEAST_SD: Final = 0.3  # where such an axis begins
 STRICTEST: Final = 1e-6  # chance a job, at the right edge, unless epsilon / (K R) is smaller
 SHADE: Final = 0.08  # of what is above the round length
 MANY: Final = 6  # facilities; more have one colour
-_RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def bound_plot(series: Mapping[str, Series], assessment: Assessment, path: Path, title: str) -> Path:
@@ -57,13 +57,13 @@ def bound_figure(series: Mapping[str, Series], assessment: Assessment, title: st
     return figure
 
 
-def _power(value: float, _: object = None) -> str:
+def power(value: float, _: object = None) -> str:
     """A power of ten as people write it.
 
-    >>> _power(1.0), _power(0.01), _power(1e-4)
-    ('1', '0.01', '10⁻⁴')
+    >>> power(1.0), power(0.01), power(1e-4), power(1e4)
+    ('1', '0.01', '10⁻⁴', '10⁴')
     """
-    return f"{value:g}" if value >= 0.01 else f"10{f'{log10(value):.0f}'.translate(_RAISED)}"
+    return f"{value:g}" if 0.01 <= value <= 1000 else f"10{raised(round(log10(value)))}"
 
 
 def _colours(names: list[str]) -> dict[str, str]:
@@ -94,7 +94,7 @@ def _tails(
     axes.plot(x, [gaussian_tail(z) for z in x], color=FAINT, linewidth=1.4, linestyle=(0, (4, 2)))
     axes.plot(x, np.exp(-(x**2) / (2 * ratio)), color=LEMMA, linewidth=1.4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(_power)
+    axes.yaxis.set_major_formatter(power)
     axes.set_xlabel(f"{what}, sd above the mean")
     axes.set_ylabel("share of jobs above")
     axes.set_title(title, pad=20)
@@ -134,7 +134,7 @@ def _margins(
     axes.set_xlabel("chance that a job is above it")
     axes.set_ylabel("margin (s)")
     axes.set_title("Margin that is needed", pad=20)
-    axes.xaxis.set_major_formatter(_power)
+    axes.xaxis.set_major_formatter(power)
     axes.yaxis.set_major_formatter(lambda value, _: amount(value))
 
 

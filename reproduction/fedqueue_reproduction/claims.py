@@ -29,6 +29,7 @@ _UNTIL: Final = {
     "time_to": "virtual_seconds",
     "interpolated": "virtual_seconds",
     "steps_to": "local_steps",
+    "node_seconds_to": "node_seconds",
     "movement_to": "model_transfers",
 }
 _LOWER: Final = (*_UNTIL, "movement_ratio", "late_probability", "normalised_delay_mean", "normalised_delay_max")

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a small version, of minutes on two cores")
     parser.add_argument("--seeds", type=int, metavar="N", help="how many, instead of what the experiment says")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where models are trained (cpu)")
-    parser.add_argument("--jobs", type=int, metavar="P", default=_cores(), help="processes at once on the CPU (cores)")
+    parser.add_argument("--jobs", type=int, metavar="P", help="processes at once (cores; on a GPU 1)")
     parser.add_argument("--resume", action="store_true", help="keep the results that are there; run what is missing")
     parser.add_argument("--force", action="store_true", help="replace the results that are there")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where results go (results/ beside the experiment)")
@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list or not args.names:
         show_list(args.results)
         return 0
-    if (args.seeds is not None and args.seeds < 1) or args.jobs < 1 or (args.minutes is not None and args.minutes <= 0):
+    if (
+        (args.seeds is not None and args.seeds < 1)
+        or (args.jobs is not None and args.jobs < 1)
+        or (args.minutes is not None and args.minutes <= 0)
+    ):
         raise ConfigError("reproduce needs --seeds 1 or more, --jobs 1 or more and --minutes more than 0")
     if args.resume and args.force:
         raise ConfigError("--resume keeps results and --force replaces them: give one of the two")
@@ -146,7 +150,7 @@ def _run_missing(studies: Sequence[Study], args: argparse.Namespace, gpu: str | 
     done = execute(
         runs,
         device=args.device,
-        processes=min(args.jobs, len(runs)),
+        processes=min(args.jobs or (_cores() if args.device == "cpu" else 1), len(runs)),
         go_on=lambda: end is None or time.monotonic() < end,
         meter=meter,
     )

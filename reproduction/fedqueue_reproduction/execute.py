@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import queue
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from fedqueue.config import Config, load
-from fedqueue.errors import ConfigError, FedQueueError, ProtocolError
+from fedqueue.errors import ConfigError, FedQueueError, ProtocolError, TaskError
 from fedqueue.processes import run_all
 from fedqueue.protocol.messages import Command, Event
 from fedqueue.sim.runner import TIMING, Learned
@@ -96,14 +98,20 @@ def execute(
     go_on: Callable[[], bool] = lambda: True,
     meter: Meter | None = None,
 ) -> Generator[tuple[Run, dict[str, Any]], None, None]:
-    """Every run with its record, as it is done. No run begins once `go_on` says no. An error names its run."""
+    """Every run with its record, as it is done. No run begins once `go_on` says no. An error names its run.
+
+    On a GPU every process has a share of the runs, and keeps many of them under way: simulating them takes a core."""
     meter = meter or Meter()
     if device == "cpu":
         yield from run_all(_work, runs, processes, go_on=go_on, prepare=_use, given=(meter,))
         return
     _use(meter)
     yield from run_all(_work, [run for run in runs if not run.trains], 1, go_on=go_on)
-    yield from _on_one_device([run for run in runs if run.trains], go_on)
+    trained = [run for run in runs if run.trains]
+    if processes == 1 or len(trained) < 2:
+        yield from _on_one_device(trained, go_on)
+    else:
+        yield from _in_shares(trained, min(processes, len(trained)), go_on, meter)
 
 
 def check_device(device: Device) -> str | None:
@@ -131,6 +139,50 @@ def _on_one_device(runs: Sequence[Run], go_on: Callable[[], bool]) -> Iterator[t
     for number, record in run_many(configs, work, device="cuda"):
         if record is not None:
             yield runs[number], record
+
+
+def _in_shares(
+    runs: Sequence[Run], processes: int, go_on: Callable[[], bool], meter: Meter
+) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Each process takes every so manieth run."""
+    spawn = multiprocessing.get_context("spawn")
+    found, over = spawn.Queue(), spawn.Event()
+    shares = [runs[first::processes] for first in range(processes)]
+    workers = [spawn.Process(target=_share, args=(share, found, over, meter), daemon=True) for share in shares]
+    for worker in workers:
+        worker.start()
+    try:
+        busy = len(workers)
+        while busy:
+            if not go_on():
+                over.set()
+            try:
+                said = found.get(timeout=1.0)
+            except queue.Empty:
+                if any(worker.exitcode for worker in workers):
+                    raise TaskError("a process was killed, perhaps for want of memory; try fewer --jobs") from None
+                continue
+            if said is None:
+                busy -= 1
+            elif isinstance(said, BaseException):
+                raise said
+            else:
+                yield said
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+def _share(runs: Sequence[Run], found: Any, over: Any, meter: Meter) -> None:
+    """What one of the processes does: its records go into the queue, then None; or the error that ended it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    _use(meter)
+    try:
+        for done in _on_one_device(runs, lambda: not over.is_set()):
+            found.put(done)
+        found.put(None)
+    except FedQueueError as error:
+        found.put(error)
 
 
 def _work(run: Run) -> tuple[Run, dict[str, Any]]:

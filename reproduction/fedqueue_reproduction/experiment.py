@@ -27,7 +27,7 @@ Kept = Literal["arrivals", "errors", "staleness"]
 Only = Mapping[str, Collection[str]]
 """Axis -> the values of it that are meant; an axis that is not named: all."""
 
-AT_TARGET: Final = ("time_to", "interpolated", "steps_to", "movement_to", "movement_ratio")
+AT_TARGET: Final = ("time_to", "interpolated", "steps_to", "node_seconds_to", "movement_to", "movement_ratio")
 """Figures that belong to a target, as in time_to.0.95."""
 
 PLAIN: Final = (
@@ -135,6 +135,7 @@ class _File:
     about: str = ""
     objective: str | None = None
     axis: list[Axis] = field(default_factory=list)
+    axes_of: str | None = None  # the experiment beside this one whose axes it has too, after its own
     row: list[Row] = field(default_factory=list)
     grid: list[Grid] = field(default_factory=list)
     claim: list[Claim] = field(default_factory=list)
@@ -289,6 +290,7 @@ def load(path: Path) -> Experiment:
         raise ConfigError(f"{path}: is the config of one run, no experiment; `fedqueue simulate` runs it")
     try:
         file = read(_File, tree, "")
+        shared = () if file.axes_of is None else load(find(str(path.parent / f"{file.axes_of}.toml"))).axes
         plain = [replace(row, label=row.label or row.name) for row in file.row]
         experiment = Experiment(
             name=path.stem,
@@ -303,7 +305,7 @@ def load(path: Path) -> Experiment:
             keep=frozenset(file.keep),
             about=file.about,
             objective=file.objective,
-            axes=tuple(file.axis),
+            axes=(*file.axis, *shared),
             rows=(*plain, *(row for grid in file.grid for row in _rows_of(grid))),
             grids=tuple(file.grid),
             claims=tuple(file.claim),

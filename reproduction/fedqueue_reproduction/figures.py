@@ -250,6 +250,17 @@ _PICTURES: Final[dict[str, tuple[_Entry, ...]]] = {
         ),
         ("curves", f"Accuracy over time, each method tuned. {BANDS}", curves(target=0.97, columns=2)),
     ),
+    "regimes": (
+        ("times", f"Time to 93 %, interpolated, in every regime. {MEANS}", times("interpolated.0.93", columns=3)),
+        ("curves", f"Accuracy over time. {BANDS}", curves(target=0.95, columns=3, floor=0.6)),
+    ),
+    "mnist-regimes": (
+        ("times", f"Time to 97 %, interpolated, in every regime. {MEANS}", times("interpolated.0.97", columns=3)),
+        ("curves", f"Accuracy over time. {BANDS}", curves(target=0.97, columns=3, floor=0.8)),
+    ),
+    "mnist-regimes-options": (
+        ("times", f"Time to 97 %, interpolated, in every regime. {MEANS}", times("interpolated.0.97", columns=3)),
+    ),
     "ablation": (
         (
             "parts",

@@ -19,15 +19,23 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fedqueue.aggregate import Contribution, aggregate, roles_of
+from fedqueue.aggregate import (
+    Contribution,
+    Moments,
+    aggregate,
+    agreement_of,
+    roles_of,
+    sums_of_changes,
+    take_step,
+)
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.contract import Assignment
+from fedqueue.protocol.aggregation import buffer_roles, must_match
+from fedqueue.protocol.contract import UpdateKey
 from fedqueue.protocol.messages import Aggregate
-from fedqueue.protocol.roles import buffer_roles, must_match
-from fedqueue.sim.learning import Key, Learning, luck_of
-from fedqueue.training.tasks import chosen_for_test, first_module, seed_of_job, share_out, workload_of
-from fedqueue.training.trainer import batches
+from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.sim.learning import Learning, Training
+from fedqueue.training.tasks import batches, chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue_reproduction.lanes import Lanes, rows_of, why_not_in_lanes
 from fedqueue_reproduction.recorded import Scorer, SlotJob, put
 from fedqueue_reproduction.rows import Rows
@@ -68,6 +76,14 @@ class _Score(_Awaited):
     value: tuple[float, float] = (0.0, 0.0)  # accuracy, loss
 
 
+@dataclass(eq=False, slots=True)
+class _Pair(_Awaited):
+    """Two numbers that the device works out."""
+
+    tensor: Tensor | None = None
+    value: tuple[float, float] = (0.0, 0.0)
+
+
 @dataclass(slots=True)
 class _Flight:
     """What the device was given in one go, and where its results will be."""
@@ -76,6 +92,8 @@ class _Flight:
     finite: Tensor
     scores: list[_Score]
     values: Tensor
+    pairs: list[_Pair]
+    found: Tensor  # of the pairs
     over: torch.cuda.Event | None
 
 
@@ -116,6 +134,7 @@ class Bench:
         self._busy: dict[int, _Ticket] = {}
         self._jobs: deque[_Ticket] = deque()
         self._scores: list[_Score] = []
+        self._pairs: list[_Pair] = []
         self._flights: deque[_Flight] = deque()
 
     def train(self, job: SlotJob) -> _Ticket:
@@ -128,17 +147,19 @@ class Bench:
         self._scores.append(score)
         return score
 
+    def read(self, tensor: Tensor) -> _Pair:
+        """Two numbers of this tensor, once the device has worked them out."""
+        pair = _Pair(tensor=tensor)
+        self._pairs.append(pair)
+        return pair
+
     def go_on(self) -> list[_Awaited]:
         """Give the device its next steps, then settle what it was given before; nothing is left if it gives nothing."""
-        if self._jobs or self._busy or self._scores:
+        if self._jobs or self._busy or self._scores or self._pairs:
             self._flights.append(self._launch())
             if len(self._flights) < 2:
                 return []
         return self._land(self._flights.popleft()) if self._flights else []
-
-    @property
-    def idle(self) -> bool:
-        return not (self._jobs or self._busy or self._scores or self._flights)
 
     def _launch(self) -> _Flight:
         loaded: dict[int, SlotJob] = {}
@@ -168,11 +189,15 @@ class Bench:
                 ticket.row = row
         scores, self._scores = self._scores, []
         values = [self._scorer.score(score.row, score.chosen) for score in scores if score.row is not None]
+        pairs, self._pairs = self._pairs, []
+        found = [pair.tensor for pair in pairs if pair.tensor is not None]
         flight = _Flight(
             tickets=tickets,
             finite=_back(finite),
             scores=scores,
             values=_back(torch.stack(values)) if values else torch.empty(0),
+            pairs=pairs,
+            found=_back(torch.stack(found)) if found else torch.empty(0),
             over=None,
         )
         if self.device.type == "cuda":
@@ -187,7 +212,9 @@ class Bench:
             ticket.finite, ticket.settled = finite, True
         for score, (accuracy, loss) in zip(flight.scores, flight.values.tolist(), strict=True):
             score.value, score.settled = (accuracy, loss), True
-        return [*flight.tickets, *flight.scores]
+        for pair, (one, other) in zip(flight.pairs, flight.found.tolist(), strict=True):
+            pair.value, pair.settled = (one, other), True
+        return [*flight.tickets, *flight.scores, *flight.pairs]
 
 
 def _back(tensor: Tensor) -> Tensor:
@@ -207,6 +234,9 @@ class FleetLearning(Learning):
     """The learning of one run among many. A model is one flat row on the device, in parts that are averaged alike."""
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
+        if STRATEGIES[config.run.strategy].keeps_variates:
+            why = "its jobs have control variates"
+            raise TaskError(f"task {config.task.name!r}: its runs cannot share a device: {why}; use --device cpu")
         super().__init__(bench.megabytes)
         settings, seed = config.task, config.run.seed
         self._seed = seed
@@ -217,49 +247,99 @@ class FleetLearning(Learning):
         self._chosen = None if chosen is None else put(chosen, bench.device)
         first = bench.rows.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
         self._models: dict[int, _Model] = {0: _Model(bench.rows, put(first, bench.device))}
-        self._updates: dict[Key, tuple[_Ticket, int, int]] = {}  # ticket, base version, steps
+        self._moments: Moments = ()  # of the server's optimizer, with the newest model
+        self._updates: dict[UpdateKey, tuple[_Ticket, Training]] = {}
+        self._went_on: dict[UpdateKey, tuple[_Ticket, Tensor]] = {}  # from these own weights, while a model travels
+        self._handed_in: dict[tuple[str, int], _Ticket] = {}  # by jobs that stay, last
+        self._used: set[UpdateKey] = set()  # of the updates, those that were in a model and are kept
         self.roles = bench.roles
         self.data_sizes = [len(part) for part in self._parts]
 
-    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
-        part = self._parts[facility]
-        seed = seed_of_job(self._seed, facility, luck_of(facility, number))
+    def foresee(self, training: Training) -> None:
+        model = self._models[training.work.base_version].row
+        if training.ahead:  # first from the own weights; what comes of it is added to the model when that is needed
+            job, attempt, _ = training.key
+            own = self._row_of(self._handed_in[job, attempt])
+            ticket = self._steps(training, own, training.ahead, -training.luck)
+            self._went_on[training.key] = (ticket, own)
+        else:
+            ticket = self._steps(training, model, training.steps, training.luck)
+        self._updates[training.key] = (ticket, training)
+
+    def _steps(self, training: Training, row: Tensor, steps: int, luck: int) -> _Ticket:
+        seed = seed_of_job(self._seed, training.facility, luck)
+        part = self._parts[training.facility]
         order = batches(part, self._bench.batch_size, steps, torch.Generator().manual_seed(seed))
-        job = SlotJob(
-            row=self._models[work.base_version].row,
-            batches=torch.stack(list(order)),
-            learning_rate=work.learning_rate,
-            key=seed,
-        )
-        self._updates[key] = (self._bench.train(job), work.base_version, steps)
+        rate = training.work.learning_rate
+        job = SlotJob(row=row, batches=torch.stack(list(order)), learning_rate=rate, key=seed)
+        return self._bench.train(job)
 
-    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
-        if self._updates.get(key, (None, None, None))[1:] != (work.base_version, steps):
-            self.foresee(key, facility, number, work, steps)
-        return steps * min(self._bench.batch_size, len(self._parts[facility]))
+    def _row_of(self, ticket: _Ticket) -> Tensor:
+        self._wait(ticket)
+        assert ticket.row is not None
+        return ticket.row
 
-    def misfit(self, key: Key) -> str | None:
+    def train(self, training: Training) -> int:
+        if self._updates.get(training.key, (None, None))[1] != training:
+            self.foresee(training)
+        ticket, _ = self._updates[training.key]
+        if training.ahead:
+            rows = self._bench.rows
+            ahead, own = self._went_on.pop(training.key)
+            carried = Contribution(weight=1.0, trained=rows.parts(self._row_of(ahead)), base=rows.parts(own))
+            model = self._models[training.work.base_version].parts
+            begun = rows.join(aggregate(model, [carried], "add_deltas", rows.roles))
+            ticket = self._steps(training, begun, training.steps - training.ahead, training.luck)
+            self._updates[training.key] = (ticket, training)
+        if training.stays:
+            job, attempt, _ = training.key
+            self._handed_in[job, attempt] = ticket
+        return training.steps * min(self._bench.batch_size, len(self._parts[training.facility]))
+
+    def end(self, job: UpdateKey) -> None:
+        self._handed_in.pop(job[:2], None)
+        self._went_on.pop(job, None)
+
+    def misfit(self, key: UpdateKey) -> str | None:
         ticket = self._updates[key][0]
         self._wait(ticket)
         return None if ticket.finite and key not in self._corrupt else "it has values that are not finite"
 
-    def aggregate(self, command: Aggregate) -> None:
+    def aggregate(self, command: Aggregate) -> float | None:
         rows, contributions = self._bench.rows, []
         for share in command.weights:
-            ticket, base, _ = self._updates.pop((share.job_id, share.attempt))
+            ticket, training = self._updates[share.key]
             assert ticket.row is not None  # it arrived, so it was waited for
-            trained = rows.parts(ticket.row)
-            contributions.append(Contribution(weight=share.weight, trained=trained, base=self._models[base].parts))
+            base = self._models[training.work.base_version].parts
+            contributions.append(Contribution(weight=share.weight, trained=rows.parts(ticket.row), base=base))
         current = self._models[command.from_version].parts
-        made = aggregate(current, contributions, command.rule, rows.roles, from_first=command.from_version == 0)
+        is_first = command.from_version == 0
+        if command.step is None:
+            made = aggregate(current, contributions, command.rule, rows.roles, from_first=is_first)
+        else:
+            made, self._moments = take_step(
+                current, contributions, command.rule, command.step, self._moments, rows.roles, from_first=is_first
+            )
         self._models[command.to_version] = _Model(rows, rows.join(made))
+        self._used.update(share.key for share in command.weights)
+        for key in self._used.difference(command.keep):
+            self._updates.pop(key, None)
+        self._used.intersection_update(command.keep)
+        fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
+        sums = sums_of_changes(fresh, rows.roles) if command.agreement else None
+        if sums is None:
+            return None
+        pair = self._bench.read(sums)
+        self._wait(pair)
+        return agreement_of(*pair.value)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: UpdateKey) -> None:
         super().forget(key)
         self._updates.pop(key, None)
+        self._went_on.pop(key, None)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
-        held = {base for _, base, _ in self._updates.values()}
+        held = {training.work.base_version for _, training in self._updates.values()}
         for version in [v for v in self._models if v < ready and v not in versions and v not in held]:
             del self._models[version]
 
@@ -337,7 +417,8 @@ def run_many(
                 number = waiting[0]
                 config = configs[number]
                 settings, roles = config.task, config.model.roles
-                place = repr((settings.name, settings.options, settings.batch_size, settings.optimizer, roles))
+                alike = (settings.options, settings.batch_size, settings.optimizer, settings.proximal)
+                place = repr((settings.name, *alike, roles))
                 if place not in benches:
                     benches[place] = Bench(config, torch.device(device), slots)
                 if len(alive) >= benches[place].most_runs:

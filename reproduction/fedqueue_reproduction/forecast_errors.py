@@ -137,8 +137,10 @@ def of_trace(
 ) -> Measured:
     """The errors that a forecaster would have made for jobs of this shape, one a round; the first `warm_up` probes are
     left out (None: a fifth of them, at least 150)."""
-    submits, waits = read_trace(path, shape)
-    probes = replay_forecasts(submits, waits, round_length, predictor=predictor, smoothing=smoothing, first=first)
+    jobs = read_trace(path, shape).whole
+    probes = replay_forecasts(
+        jobs.submits, jobs.waits, round_length, predictor=predictor, smoothing=smoothing, first=first
+    )
     if warm_up is None:
         warm_up = default_warm_up(len(probes))
     kept = probes[warm_up:]

@@ -18,9 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedqueue.aggregate import StateDict
-from fedqueue.training.settings import TaskSettings
-from fedqueue.training.tasks import Task
-from fedqueue.training.trainer import AUGMENTATION, draws, products_in, signed
+from fedqueue.training.job import TaskSettings
+from fedqueue.training.tasks import AUGMENTATION, Task, draws, products_in, signed
 from fedqueue.training.workload import Samples, Workload
 from fedqueue_reproduction.recorded import Adam, Scorer, SlotJob, capture, put, quick, why_not_adam
 from fedqueue_reproduction.rows import Rows
@@ -245,7 +244,10 @@ class RecordedTask(Task):
         learning_rate: float,
         job_seed: int,
         during: Iterable[object] | None,
+        drift: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
+        if drift is not None:  # of which what is recorded knows nothing
+            return super()._go_through(schedule, model, learning_rate, job_seed, during, drift)
         job = SlotJob(self._rows.flatten(model), torch.stack(list(schedule)), learning_rate, job_seed)
         self._lanes.load({0: job})
         done = job.steps

@@ -12,10 +12,14 @@ from typing import Any, Final
 
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.report.style import save_png, styled
+from fedqueue_reproduction import theorem_page
 from fedqueue_reproduction.figures import pictures
 from fedqueue_reproduction.findings import Findings, read_findings
+from fedqueue_reproduction.paired import paired_tables
 from fedqueue_reproduction.summary import summary
 from fedqueue_reproduction.tables import agreement, claim_table, figure_tables, lemma_table, winner_table
+from fedqueue_reproduction.theorem_page import TheoremFindings, read_theorem
+from fedqueue_reproduction.theorem_plot import theorem_plot
 from fedqueue_reproduction.wording import count, listed
 
 FILE: Final = "reproduction.md"
@@ -58,7 +62,8 @@ def write(experiments_dir: Path, results_dir: Path, docs_dir: Path) -> list[Path
     if not everything:
         raise ConfigError(f"{experiments_dir}: holds no experiment; name the folder that does")
     page = docs_dir / FILE
-    text = render(everything, _links(experiments_dir, results_dir, docs_dir))
+    theorem = read_theorem(results_dir)
+    text = render(everything, _links(experiments_dir, results_dir, docs_dir), theorem)
     try:
         docs_dir.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
@@ -69,14 +74,20 @@ def write(experiments_dir: Path, results_dir: Path, docs_dir: Path) -> list[Path
         for picture in pictures(found):
             with styled():
                 written.append(save_png(picture.make(), docs_dir / IMAGES / picture.file))
+    if theorem is not None:
+        written.append(theorem_plot(theorem.everything, docs_dir / IMAGES / theorem_page.PICTURE))
     return written
 
 
-def render(everything: Sequence[Findings], links: Mapping[str, str]) -> str:
+def render(everything: Sequence[Findings], links: Mapping[str, str], theorem: TheoremFindings | None = None) -> str:
     """The text of the page; `links` leads to the folders of "experiments" and "results"."""
     by_name = {found.name: found for found in everything}
     parts = [HEAD.format(**links), summary(everything), READING]
     parts += [_section(found, by_name, links) for found in everything]
+    if theorem is not None:
+        runs = [run for one in theorem.everything for run in one.runs]
+        made = _made_by(len(runs), sorted({run.seed for run in runs}), [theorem.made])
+        parts.append(theorem_page.section(theorem, made, links, IMAGES / theorem_page.PICTURE))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -105,7 +116,7 @@ def _section(found: Findings, by_name: Mapping[str, Findings], links: Mapping[st
     parts.append(f"{command} ({file}, {kept}): {_made(found)}")
     users = [other for other in by_name.values() if any(_uses(row.tuned, found.name) for row in other.experiment.rows)]
     if not experiment.grids:
-        parts += [figure_tables(found), agreement(found)]
+        parts += [figure_tables(found), paired_tables(found), agreement(found)]
     elif users:
         parts.append(f"The winners are under {listed([f'[{user.name}](#{user.name})' for user in users])}.")
     else:
@@ -128,14 +139,18 @@ def _uses(tuned: str | None, name: str) -> bool:
 def _made(found: Findings) -> str:
     """How many runs there are, with which seeds, on what, when."""
     assert found.results is not None
-    seeds, there = found.seeds, len(found.results.runs)
+    there = len(found.results.runs)
     wanted = len(found.experiment.cells()) * found.experiment.seeds.count
     partly = f" of {wanted:,}, the rest not run yet" if there < wanted else ""
+    return _made_by(there, found.seeds, found.results.made, partly)
+
+
+def _made_by(runs: int, seeds: Sequence[int], made: Sequence[Mapping[str, Any]], partly: str = "") -> str:
     which = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
-    machines = list(dict.fromkeys(_machine(made["machine"]) for made in found.results.made))
-    dates = sorted({made["date"] for made in found.results.made})
+    machines = list(dict.fromkeys(_machine(one["machine"]) for one in made))
+    dates = sorted({one["date"] for one in made})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{count(there, 'run')}{partly}, {count(len(seeds), 'seed')} ({which}), {when}, on {listed(machines)}."
+    return f"{count(runs, 'run')}{partly}, {count(len(seeds), 'seed')} ({which}), {when}, on {listed(machines)}."
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

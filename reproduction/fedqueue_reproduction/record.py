@@ -30,6 +30,17 @@ Point = tuple[float, float, int, int]
 _DECIDE: Final = ("run", "facility", "task", "strategy", "failures", "fault", "simulator")
 """The sections of a config that decide what a simulated run does."""
 
+_AS_BEFORE: Final[dict[str, Any]] = {
+    "stay": "off",
+    "stay_lead": 0.5,
+    "absent": 0.0,
+    "between": "auto",
+    "wall_power": 0.0,
+    "by_requested": False,
+    "known_waits": [],
+}
+"""Keys that came later, with the values under which a run is what it was before there were any."""
+
 
 def run_record(
     config: Config,
@@ -69,6 +80,7 @@ class Recorder:
         self._tally = Tally.of(config, self._state, targets=())
         self._orders: dict[JobId, tuple[float, Order]] = {}  # when it was submitted
         self._curve: list[Point] = []
+        self._node_seconds_to: dict[str, float] = {}  # by target
         self._arrivals: list[float] = []
         self._errors: dict[str, list[float]] = {facility.name: [] for facility in config.facility}
         self._staleness: Counter[int] = Counter()
@@ -86,6 +98,9 @@ class Recorder:
         if type(event) is ModelScored and (score := event.metrics["score"]) is not None:
             spent = self._tally.summary(strategy="", seed=0, wall_seconds=0.0)
             self._curve.append((event.at, score, spent["local_steps"], spent["model_transfers"]))
+            for target in self._targets:
+                if score >= target:
+                    self._node_seconds_to.setdefault(target_key(target), spent["node_seconds"])
         elif type(event) is UpdateArrived and event.receipt.job_id in self._orders:
             submitted_at, order = self._orders.pop(event.receipt.job_id)
             self._arrivals.append((event.at - submitted_at) / self._round_length)
@@ -98,6 +113,7 @@ class Recorder:
         return {
             "interpolated": {target_key(target): interpolate(self._curve, target) for target in self._targets},
             "movement_to": {name: None if point is None else point[3] for name, point in reached.items()},
+            "node_seconds_to": {name: self._node_seconds_to.get(name) for name in reached},
             "deferred_weight": fmean(self._deferred) if self._deferred else None,
             "arrival": {f"p{100 * share:.0f}": self._arrival(share) for share in (0.5, 0.9)},
             "curve": self._curve,
@@ -133,9 +149,11 @@ def interpolate(curve: Sequence[Point], target: float) -> float | None:
 
 
 def _set_ones(value: Any) -> Any:
-    """Without keys that are not set, so that a new optional key changes nothing."""
+    """Without keys that are not set, and those that came later and have their values of before: a new key changes
+    nothing."""
     if isinstance(value, dict):
-        return {key: _set_ones(item) for key, item in value.items() if item is not None}
+        told = {key: item for key, item in value.items() if item is not None and item != _AS_BEFORE.get(key, ...)}
+        return {key: _set_ones(item) for key, item in told.items()}
     if isinstance(value, list | tuple):
         return [_set_ones(item) for item in value]
     return value

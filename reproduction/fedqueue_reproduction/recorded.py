@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from fedqueue.training.settings import TaskSettings
-from fedqueue.training.trainer import products_in
+from fedqueue.training.job import TaskSettings
+from fedqueue.training.tasks import products_in
 from fedqueue.training.workload import Samples, Workload
 from fedqueue_reproduction.rows import Rows
 
@@ -49,6 +49,8 @@ def why_not_adam(workload: Workload, settings: TaskSettings) -> str | None:
         return "it has a loss or a score of its own"
     if settings.optimizer != "adam" or settings.weight_decay:
         return "its optimizer is not plain Adam"
+    if settings.proximal:
+        return "its loss has a proximal term"
     return None
 
 

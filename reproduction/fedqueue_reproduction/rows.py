@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fedqueue.protocol.roles import PARAMETER
+from fedqueue.protocol.aggregation import PARAMETER
 
 ALIGN = 32  # values; matrix kernels are quickest where rows begin at 128 bytes
 
@@ -41,7 +41,7 @@ class Place:
 class Rows:
     """How a model lies in a row: what trains, then its buffers; of both, what is aggregated alike lies side by side.
 
-    `roles` are those of the tensors by name (see `fedqueue.protocol.roles`); who is not named is a parameter. With
+    `roles` are those of the tensors by name (see `protocol/aggregation.py`); who is not named is a parameter. With
     `channels_last`, weights of convolutions lie in the order in which accelerators want them.
     """
 

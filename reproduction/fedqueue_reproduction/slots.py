@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedqueue.training.settings import TaskSettings
-from fedqueue.training.trainer import signed
+from fedqueue.training.job import TaskSettings
+from fedqueue.training.tasks import signed
 from fedqueue.training.workload import Samples, Workload
 from fedqueue_reproduction.recorded import Adam, SlotJob, capture, put, why_not_adam
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedqueue.training.trainer import draws
+from fedqueue.training.tasks import draws
 from fedqueue_reproduction.recorded import quick
 from fedqueue_reproduction.rows import Rows
 

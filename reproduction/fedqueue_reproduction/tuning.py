@@ -25,6 +25,7 @@ class Choice:
     row: Row
     figure: str  # that it was judged by
     objective: float  # mean of it over the seeds
+    best_score: float  # mean over the seeds
     reached: int  # seeds that have the figure at all
     seeds: int
 
@@ -49,10 +50,13 @@ def ranked(
                 value if value is not None else NEVER * record["virtual_seconds"]
                 for value, record in zip(known, of_cell, strict=True)
             ]
-            choice = Choice(cell.row, figure, fmean(costs), sum(value is not None for value in known), len(seeds))
+            best = fmean(results.figure(record, "score.max") or 0.0 for record in of_cell)
+            reached = sum(value is not None for value in known)
+            choice = Choice(cell.row, figure, fmean(costs), best, reached, len(seeds))
             found.setdefault((cell.row.grid, cell.setting), []).append(choice)
     for choices in found.values():
-        choices.sort(key=lambda choice: choice.objective)  # stable: the first of equals in the file
+        # Those that never reached the target are as good as their best score.
+        choices.sort(key=lambda choice: (choice.objective, -choice.best_score))
     return found
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, inf, log10
 from typing import Final
 
+from fedqueue.report.style import amount as amount_of
 from fedqueue_reproduction.claims import Check, Comparison, Sample, lower_is_better
 from fedqueue_reproduction.experiment import AT_TARGET
+
+_RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # Head of a column; digits after the point; what is better and worse than another in it; whether it is compared by the
 # difference itself (a share, a score) and not in per cent of the other.
@@ -17,6 +21,7 @@ _WORDS: Final[dict[str, _Words]] = {
     "time_to": ("time to {}, s", 1, ("sooner", "later"), False),
     "interpolated": ("time to {}, interpolated, s", 1, ("sooner", "later"), False),
     "steps_to": ("local steps to {}", 0, ("fewer", "more"), False),
+    "node_seconds_to": ("node-seconds to {}", 0, ("fewer", "more"), False),
     "movement_to": ("model transfers to {}", 0, ("fewer", "more"), False),
     "movement_ratio": ("movement ratio to {}", 2, ("less", "more"), False),
     "late_probability": ("late probability", 3, ("lower", "higher"), True),
@@ -171,6 +176,28 @@ def count(amount: int, noun: str) -> str:
     ('1 run', '2 runs')
     """
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def scientific(value: float) -> str:
+    """About three digits, with a power of ten where it would be long.
+
+    >>> scientific(5.8e-05), scientific(0.0025), scientific(32280.6), scientific(4.71e9), scientific(inf)
+    ('5.8·10⁻⁵', '0.0025', '32,281', '4.71·10⁹', 'never')
+    """
+    if value == inf:
+        return "never"
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return amount_of(value)
+    exponent = floor(log10(abs(value)))
+    return f"{value / 10.0**exponent:.3g}·10{raised(exponent)}"
+
+
+def raised(number: int) -> str:
+    """
+    >>> raised(-12)
+    '⁻¹²'
+    """
+    return str(number).translate(_RAISED)
 
 
 def _words(key: str) -> _Words:

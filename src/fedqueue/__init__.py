@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedqueue.protocol.roles import declare_roles
+    from fedqueue.protocol.aggregation import declare_roles
     from fedqueue.worker.participate import ParticipateError, participate
 
 __all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(participate, name)
     if name == "declare_roles":
-        from fedqueue.protocol.roles import declare_roles
+        from fedqueue.protocol.aggregation import declare_roles
 
         return declare_roles
     raise AttributeError(f"module 'fedqueue' has no attribute {name!r}")

@@ -6,21 +6,26 @@ in pieces that stay in the processor's cache, so that every input is read once a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedqueue.protocol.roles import COUNTER, STATISTIC, find_roles
-from fedqueue.protocol.weigh import model_factors, statistic_factors
+from fedqueue.protocol.aggregation import COUNTER, PARAMETER, STATISTIC, find_roles, model_factors, statistic_factors
+from fedqueue.protocol.messages import ServerStep
 from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
 
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""
 
+Moments = tuple[StateDict, ...]
+"""What a server's optimizer remembers of the parameters: the first and the second moment, and maybe the largest second
+one so far. Those of complex numbers are of their real and imaginary parts."""
+
 CHUNK_VALUES = 1 << 18
-"""Values summed at a time: 1 MiB of float32."""
+"""Values summed at a time on a processor: 1 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,136 @@ def aggregate(
         return {name: next_of(name, like) for name, like in current.items()}
 
 
+def take_step(
+    current: StateDict,
+    contributions: Sequence[Contribution],
+    rule: str,
+    step: ServerStep,
+    moments: Moments,
+    roles: Mapping[str, str] | None = None,
+    *,
+    from_first: bool = False,
+) -> tuple[StateDict, Moments]:
+    """As `aggregate`, but parameters take a step of the server's optimizer; the moments from then on, too. `moments`
+    are those of the current model, empty if there are none yet.
+
+    >>> zero, one = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    >>> step = ServerStep(rate=2.0, beta1=0.5, beta2=0.75, epsilon=0.5)     # m = 0.5, v = 0.75 * 0.5^2 + 0.25
+    >>> take_step(zero, [Contribution(weight=1.0, trained=one, base=zero)], "add_deltas", step, ())
+    ({'w': tensor([0.8610])}, ({'w': tensor([0.5000])}, {'w': tensor([0.4375])}))
+    """
+    if not contributions:
+        return dict(current), moments
+    if roles is None:
+        roles = roles_of(current)
+    changes = _terms(current, contributions, rule, from_first=from_first, of_change=True)[0]
+    rest = {name: like for name, like in current.items() if roles[name] != PARAMETER}
+    made = aggregate(rest, contributions, rule, roles, from_first=from_first)
+    after: Moments = tuple({} for _ in range(step.moments))
+    with torch.no_grad():
+        for name in (name for name in current if name not in rest):
+            change = _weighted_sum(_precise(current[name]), [(model[name], factor) for model, factor in changes])
+            before = [moment[name] for moment in moments]
+            made[name], found = _stepped(current[name], change, step, before)
+            for kept, moment in zip(after, found, strict=True):
+                kept[name] = moment
+    return {name: made[name] for name in current}, after
+
+
+def _stepped(now: Tensor, change: Tensor, step: ServerStep, moments: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Each operation is rounded by itself, in the order of `fedqueue.tensorfile`, so that both get the same bits."""
+    if now.is_complex():
+        stepped, moments = _stepped(torch.view_as_real(now), torch.view_as_real(change), step, moments)
+        return torch.view_as_complex(stepped), moments
+    if moments:
+        first, second, *largest = moments
+    else:
+        first, second = torch.zeros_like(change), torch.full_like(change, step.epsilon * step.epsilon)
+        largest = [second] if step.largest else []
+    first = first * step.beta1 + change * (1 - step.beta1)
+    second = second * step.beta2 + change * change * (1 - step.beta2)
+    largest = [torch.where(second > most, second, most) for most in largest]
+    way = first * step.rate / (_square_root(largest[0] if largest else second) + step.epsilon)
+    return (_precise(now) + way).to(now.dtype), [first, second, *largest]
+
+
+def _square_root(tensor: Tensor) -> Tensor:
+    """To the nearest number; torch's own on a processor may be the one beside it."""
+    if tensor.device.type != "cpu":
+        return torch.sqrt(tensor)
+    return torch.from_numpy(np.sqrt(tensor.numpy(), out=np.empty(tensor.shape, tensor.numpy().dtype)))
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Variates:
+    """The control variates of SCAFFOLD: of the server, c, and of each facility, c_k; all zero at first. They are mean
+    steps over the learning rate, whatever the optimizer; with plain gradient descent they are mean gradients."""
+
+    def __init__(self, like: StateDict, roles: Mapping[str, str]) -> None:
+        self.server = {name: torch.zeros_like(t) for name, t in like.items() if roles[name] == PARAMETER}
+        self.facilities: dict[int, StateDict] = {}
+        self._changes: dict[Hashable, tuple[int, StateDict]] = {}  # by update: whose variate changes, and by what
+
+    def drift(self, facility: int) -> StateDict:
+        """c_k - c: what is added to each of its steps, times the learning rate."""
+        own = self.facilities.get(facility, {})
+        return {name: own[name] - c if name in own else -c for name, c in self.server.items()}
+
+    def trained(self, key: Hashable, facility: int, base: StateDict, trained: StateDict, length: float) -> None:
+        """A job took so many steps times its learning rate (`length`). Its facility's variate changes by
+        (base - trained) / length - c when its update is in a model."""
+        change = {name: (base[name] - trained[name]) / length - c for name, c in self.server.items()}
+        self._changes[key] = (facility, change)
+
+    def move(self, shares: Iterable[tuple[Hashable, float]]) -> None:
+        """These updates are in a model: c_k of each changes, and c by so much of that."""
+        for key, share in shares:
+            facility, change = self._changes.pop(key)
+            own = self.facilities.get(facility, {})
+            self.facilities[facility] = {name: own[name] + d if name in own else d for name, d in change.items()}
+            self.server = {name: c + share * change[name] for name, c in self.server.items()}
+
+    def forget(self, key: Hashable) -> None:
+        self._changes.pop(key, None)
+
+
+def agreement(contributions: Sequence[Contribution], roles: Mapping[str, str]) -> float | None:
+    """How far the deltas of the parameters agree: |sum of w*Delta|^2 over the sum of w*|Delta|^2, for weights that sum
+    to one. None: there are fewer than two, or none is a change.
+
+    >>> zero, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    >>> same = [Contribution(weight=0.5, trained=ones, base=zero)] * 2
+    >>> agreement(same, {"w": "parameter"})
+    1.0
+    """
+    sums = sums_of_changes(contributions, roles)
+    return None if sums is None else agreement_of(*sums.tolist())
+
+
+def agreement_of(together: float, apart: float) -> float | None:
+    return together / apart if apart > 0 else None
+
+
+def sums_of_changes(contributions: Sequence[Contribution], roles: Mapping[str, str]) -> Tensor | None:
+    """|sum of w*Delta|^2 and the sum of w*|Delta|^2, where the models are: an accelerator is not waited for."""
+    total = sum(c.weight for c in contributions)
+    if len(contributions) < 2 or total <= 0:
+        return None
+    sums = torch.zeros(2, dtype=torch.float64, device=next(iter(contributions[0].base.values())).device)
+    with torch.no_grad():
+        for name in (name for name, role in roles.items() if role == PARAMETER):
+            mean = torch.zeros_like(contributions[0].base[name], dtype=torch.float64)
+            for contribution in contributions:
+                delta = contribution.trained[name].double() - contribution.base[name].double()
+                mean.add_(delta, alpha=contribution.weight / total)
+                sums[1] += contribution.weight / total * delta.square().sum()
+            sums[0] += mean.square().sum()
+    return sums
+
+
 def roles_of(
     model: StateDict, declared: Mapping[str, str] | None = None, chosen: Mapping[str, str] | None = None
 ) -> dict[str, str]:
@@ -99,14 +234,20 @@ def _kinds(model: StateDict) -> dict[str, Kind]:
 
 
 def _terms(
-    current: StateDict, contributions: Sequence[Contribution], rule: str, *, from_first: bool
+    current: StateDict,
+    contributions: Sequence[Contribution],
+    rule: str,
+    *,
+    from_first: bool,
+    of_change: bool = False,
 ) -> tuple[list[tuple[StateDict, float]], list[tuple[StateDict, float]]]:
     """The models that enter the sum of parameters, and those that enter the mean of statistics, with their factors."""
     # By identity, so that updates of one version share one pass over their base.
     models = {id(current): current}
     for contribution in contributions:
         models |= {id(contribution.base): contribution.base, id(contribution.trained): contribution.trained}
-    deltas = model_factors(id(current), [(c.weight, id(c.trained), id(c.base)) for c in contributions], rule)
+    shares = [(c.weight, id(c.trained), id(c.base)) for c in contributions]
+    deltas = model_factors(id(current), shares, rule, of_change=of_change)
     trained = [(c.weight, id(c.trained)) for c in contributions]
     means = statistic_factors(id(current), trained, rule, from_first=from_first)
     return [(models[key], factor) for key, factor in deltas.items()], [(models[key], f) for key, f in means.items()]
@@ -115,23 +256,26 @@ def _terms(
 def _weighted_sum(like: Tensor, terms: Sequence[tuple[Tensor, float]], *, within: bool = False) -> Tensor:
     """Sum of tensor * factor, in `like`'s shape and type; `within` the range of the tensors, which a rounded mean may
     leave by a hair."""
+    if not terms:
+        return torch.zeros_like(like)
     result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     target = result.view(-1)
+    chunk_values = CHUNK_VALUES if like.device.type == "cpu" else max(1, like.numel())
     flat = [(tensor.reshape(-1), factor) for tensor, factor in terms]
     precision = torch.promote_types(like.dtype, torch.float32)
     # A half-precision result is summed aside and rounded once; otherwise the sum is made in place.
     aside = None
     if precision != like.dtype:
-        aside = torch.empty(min(CHUNK_VALUES, like.numel()), dtype=precision, device=like.device)
-    scratch = torch.empty(min(CHUNK_VALUES, like.numel()), dtype=precision, device=like.device)
-    for start in range(0, target.numel(), CHUNK_VALUES):
-        piece = target[start : start + CHUNK_VALUES]
+        aside = torch.empty(min(chunk_values, like.numel()), dtype=precision, device=like.device)
+    scratch = torch.empty(min(chunk_values, like.numel()), dtype=precision, device=like.device)
+    for start in range(0, target.numel(), chunk_values):
+        piece = target[start : start + chunk_values]
         total = piece if aside is None else aside[: piece.numel()]
         (first, factor), *others = flat
-        least = most = chunk = first[start : start + CHUNK_VALUES].to(precision)
+        least = most = chunk = first[start : start + chunk_values].to(precision)
         torch.mul(chunk, factor, out=total)
         for source, factor in others:
-            chunk = source[start : start + CHUNK_VALUES].to(precision)
+            chunk = source[start : start + chunk_values].to(precision)
             # Product and sum are rounded one by one (no fused step), so that `fedqueue.tensorfile` gets the same bits.
             total.add_(torch.mul(chunk, factor, out=scratch[: piece.numel()]))
             if within:

@@ -7,22 +7,24 @@ one line: the file, the key, what was found, what is allowed.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from fedqueue.agent.schedulers.settings import SchedulerSettings
+from fedqueue.agent.schedulers.base import SchedulerSettings
 from fedqueue.errors import ConfigError
 from fedqueue.plugins import register_rules
-from fedqueue.protocol.checks import at_least, more_than, share
-from fedqueue.protocol.codec import read
+from fedqueue.protocol.codec import at_least, more_than, read, share
 from fedqueue.protocol.plan import FailurePolicy
+from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.training.settings import TaskSettings
+from fedqueue.training.job import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen
 
@@ -69,14 +71,18 @@ class FixedQueue:
 
 @dataclass(frozen=True, kw_only=True)
 class LognormalQueue:
-    """Lognormal waits with the given mean; `rho` is the sd of log q, or of q in seconds."""
+    """Lognormal waits with the given mean; `rho` is the sd of log q, or of q in seconds. A job that asks for w seconds
+    of wall time waits (w / usual_wall_seconds)^wall_power times as long."""
 
     kind: Literal["lognormal"] = "lognormal"
     mean: float
     rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
+    wall_power: float = 0.0
+    usual_wall_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        _check_wall_power(self)
         more_than(self, 0, "mean")
         at_least(self, 0, "rho")
 
@@ -91,8 +97,11 @@ class StepQueue:
     change_at: float
     rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
+    wall_power: float = 0.0
+    usual_wall_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        _check_wall_power(self)
         more_than(self, 0, "mean", "mean_after")
         at_least(self, 0, "rho", "change_at")
 
@@ -109,8 +118,11 @@ class SpikeQueue:
     every: float | None = None
     rho: float = 0.5
     spread: Literal["log", "seconds"] = "log"
+    wall_power: float = 0.0
+    usual_wall_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        _check_wall_power(self)
         more_than(self, 0, "mean", "factor", "spike_seconds", "every")
         at_least(self, 0, "rho", "spike_at")
 
@@ -123,12 +135,20 @@ class TraceQueue:
     file: str
     procs: tuple[int, int] | None = None  # fewest and most processors
     max_requested: float | None = None  # seconds of requested wall time
+    by_requested: bool = False  # a job waits as those of them that asked for about as much, not as any
     start: float | None = None  # where in the trace the run begins; None: anywhere, by seed
-    speed_up: float = 1.0  # so many trace seconds pass, and waits shrink, in one second of the run
+    speed_up: float = 1.0  # so many trace seconds pass in one second of the run; waits and wall times shrink alike
 
     def __post_init__(self) -> None:
         more_than(self, 0, "max_requested", "speed_up")
         at_least(self, 0, "start")
+
+
+def _check_wall_power(queue: LognormalQueue | StepQueue | SpikeQueue) -> None:
+    at_least(queue, 0, "wall_power")
+    more_than(queue, 0, "usual_wall_seconds")
+    if queue.wall_power and queue.usual_wall_seconds is None:
+        raise ValueError("wall_power needs usual_wall_seconds: the wall time at which jobs wait as the mean says")
 
 
 QueueSettings = FixedQueue | LognormalQueue | StepQueue | SpikeQueue | TraceQueue
@@ -144,6 +164,10 @@ class FacilitySettings:
     first_delay: float = 2.0  # expected before anything was seen, unless warm_up is on
     max_jobs: int = 2  # that we put at its scheduler at once
     queue_limit: int | None = None  # that the site allows; more are refused
+    max_wall_seconds: float | None = None  # that a job may ask for there
+    node_hours: float | None = None  # cap on what all its jobs may hold; elsewhere its agent has one
+    known_waits: list[tuple[float, float]] = field(default_factory=list)
+    """(wall time asked for, wait) of jobs of the past: what `stay = "auto"` begins with."""
     accrue: float = 0.0  # how much of its age a chained job keeps while it is not yet eligible
     startup_seconds: float = 0.0
     megabytes_per_second: float | None = None  # None: transfers take no time
@@ -156,8 +180,11 @@ class FacilitySettings:
         more_than(self, 0, "steps_per_second", "slowdown", "megabytes_per_second")
         if self.steps_per_second is not None and self.steps_per_second / self.slowdown > MOST_STEPS:
             raise ValueError(f"steps_per_second must be {MOST_STEPS:g} at most, found {self.steps_per_second:g}")
+        more_than(self, 0, "max_wall_seconds")
+        if not all(0 < wall < inf and 0 <= wait < inf for wall, wait in self.known_waits):
+            raise ValueError("known_waits must be pairs of wall time (more than 0) and wait (0 or more), in seconds")
         at_least(self, 1, "nodes", "max_jobs", "queue_limit", "slots")
-        at_least(self, 0, "first_delay", "startup_seconds", "latency_seconds")
+        at_least(self, 0, "first_delay", "startup_seconds", "latency_seconds", "node_hours")
         share(self, "accrue")
 
 
@@ -228,6 +255,9 @@ class ServerSettings:
     away_seconds: float = 300.0  # a facility that was not heard of for so long is away
     wait_for: int | None = None  # facilities that must be there before the run starts; None: all
     startup_allowance_seconds: float = 300.0  # in the wall time of jobs while nobody knows how long they take to start
+    group_may_write: bool = False  # to the config and to the run's folder; else they are refused where it may
+    connections: int = 1024  # at once, from everybody together; beyond it the oldest stranger has to go
+    connections_per_address: int = 256  # the same of one address; many agents may be behind one
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -237,6 +267,7 @@ class ServerSettings:
         more_than(self, 0, "away_seconds")
         at_least(self, 0, "startup_allowance_seconds")
         at_least(self, 1, "wait_for")
+        at_least(self, 16, "connections", "connections_per_address")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +276,7 @@ class WorkerSettings:
 
     command: str | None = None  # None: trains the task
     poll_seconds: float = 0.5  # how often agents look
+    offer: str = DEFAULT_OFFER  # in a federation: the name by which its sites know what to run
 
     def __post_init__(self) -> None:
         more_than(self, 0, "poll_seconds")
@@ -300,6 +332,8 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         options = _read_options(tree.get("strategy", {}))
         config = read(Config, {**tree, "strategy": options, "folder": str(home)}, "")
         _check_across(config)
+        if (proximal := getattr(config.options(), "proximal", None)) is not None:
+            config = replace(config, task=replace(config.task, proximal=proximal))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -390,3 +424,20 @@ def _set(node: Any, path: list[str], value: Any, change: str) -> None:
         _set(node.setdefault(head, {}), rest, value, change)
     else:
         node[head] = value
+
+
+def toml_key(key: str) -> str:
+    return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else json.dumps(key)
+
+
+def toml_value(value: Any) -> str:
+    """TOML on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return repr(value)

@@ -1,13 +1,15 @@
 """`fedqueue run --debug`: coordinator, agents and jobs in this one process, so that breakpoints work in all of them.
 
 The coordinator and each agent have a thread of their own. The user's code (jobs, scores, the first model) is run by the
-main thread, one thing after the other: only there are signals heard, and only one debugger asks at a time.
+main thread, one thing after the other: only there are signals heard, and only one debugger asks at a time. So a job
+that stays would keep the others from running: here each hands in once, and ends.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import queue
 import shlex
@@ -25,21 +27,23 @@ from typing import Any, Final, TextIO, cast
 
 from fedqueue.agent.agent import Agent
 from fedqueue.agent.enrolment import Enrolment
-from fedqueue.agent.job_folder import JobFolder
-from fedqueue.agent.schedulers.base import JobRequest, JobStatus, Outcome
-from fedqueue.agent.schedulers.settings import LocalSettings
-from fedqueue.agent.settings import AgentConfig, AgentSettings
+from fedqueue.agent.jobs import JobFolder
+from fedqueue.agent.schedulers.base import JobRequest, JobStatus, LocalSettings, Outcome, Scheduler
+from fedqueue.agent.settings import AgentConfig
 from fedqueue.config import Config, FacilitySettings
 from fedqueue.coordinator.access import Access
-from fedqueue.coordinator.coordinator import Coordinator, Scorer
+from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.run_folder import ensure_ledger
-from fedqueue.coordinator.scoring import TASK, ScoringThread, is_scored_here, read_metrics
+from fedqueue.coordinator.scoring import TASK, Scorer, ScoringThread, is_scored_here, read_metrics
 from fedqueue.coordinator.serve import coordinate
 from fedqueue.errors import ConfigError, FedQueueError
 from fedqueue.in_process import PythonCommand, shown
 from fedqueue.one_machine import agent_settings, end_left_behind, enrol, extra_waits, task_job
+from fedqueue.protocol.codec import Json
 from fedqueue.protocol.contract import Address
 from fedqueue.protocol.state import View
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.02
 WALL_SECONDS: Final = 86_400.0  # a job has at least: whoever looks at it takes their time
@@ -49,7 +53,7 @@ class _Cancelled(BaseException):
     """The end of a job that nobody wants any more."""
 
 
-def debug(config: Config, folder: Path, *, views: Sequence[View], say: Callable[[str], None]) -> dict[str, Any] | None:
+def debug(config: Config, folder: Path, *, views: Sequence[View]) -> Json | None:
     """From the main thread: the summary when the run is over; None: interrupted, and can go on."""
     config = replace(config, folder=str(Path(config.folder).absolute()))  # jobs may change where we are
     command = config.worker.command if config.worker.command is not None else shlex.join(task_job(folder))
@@ -64,16 +68,15 @@ def debug(config: Config, folder: Path, *, views: Sequence[View], say: Callable[
             config,
             folder,
             plain=True,
-            beside=_Agents(config, folder, main, job, say, stopping).beside,
+            beside=_Agents(config, folder, main, job, stopping).beside,
             make_scorer=lambda *_: make_scorer,
             views=views,
-            say=say,
             until=stopping.is_set,
         )
         try:
             main.work(until=coordinated.done)
         except KeyboardInterrupt:
-            say("stopping")
+            log.info("stopping")
         finally:
             stopping.set()
         return coordinated.result()
@@ -179,7 +182,7 @@ class MainThread:
                 raise
 
 
-class DebugScheduler:
+class DebugScheduler(Scheduler):
     """A facility's queue, of jobs that the main thread runs. It keeps nothing: what is cut off is ordered again."""
 
     kind = "debug"
@@ -203,22 +206,13 @@ class DebugScheduler:
         if job_id in self._main.jobs:
             self._main.cancel(self._main.jobs[job_id])
 
-    def estimate(self, wall_seconds: float) -> None:
-        return None
-
-    def planned(self, job_id: str) -> None:
-        return None
-
-    def listing(self) -> None:
-        return None
-
     def _run(self, path: Path) -> int:
-        """What the batch script does elsewhere (`job_folder.script`)."""
+        """What the batch script does elsewhere (`agent.jobs.script`)."""
         folder = JobFolder(path.parent.parent, path.name)
         attempt = folder.attempts()
         folder.attempt(attempt).mkdir()
         (folder.attempt(attempt) / "started").write_text(os.uname().nodename)
-        named = {"FEDQUEUE_JOB": str(path), "FEDQUEUE_ATTEMPT": str(attempt)}
+        named = {"FEDQUEUE_JOB": str(path), "FEDQUEUE_ATTEMPT": str(attempt), "FEDQUEUE_STAY": "no"}
         try:
             return shown(lambda: self._command.run(**named), folder.output)
         except Exception:
@@ -233,7 +227,6 @@ class _Agents:
     folder: Path
     main: MainThread
     command: PythonCommand
-    say: Callable[[str], None]
     stopping: threading.Event
 
     @contextmanager
@@ -253,17 +246,14 @@ class _Agents:
                 thread.join()
 
     def _live(self, facility: FacilitySettings, home: Path, stopping: Callable[[], bool]) -> None:
-        settings = AgentSettings(**agent_settings(self.config, self.folder, home))
+        settings = agent_settings(self.config, self.folder, facility)
         config = AgentConfig(agent=settings, scheduler=LocalSettings(min_wall_seconds=WALL_SECONDS))
         scheduler = DebugScheduler(self.main, extra_waits(self.config, facility), self.command)
-
-        def say(line: str) -> None:
-            self.say(f"{facility.name}: {line}")
 
         try:
             enrolment = Enrolment.load(home)
             transport = enrolment.client(home, None)
-            agent = Agent(config, home, facility.name, transport, run=enrolment.run, scheduler=scheduler, say=say)
+            agent = Agent(config, home, facility.name, transport, run=enrolment.run, scheduler=scheduler)
             try:
                 agent.run(once=False, stopping=stopping)
             finally:
@@ -271,7 +261,7 @@ class _Agents:
         except Exception as error:
             if not isinstance(error, FedQueueError):
                 traceback.print_exception(error)
-            say(f"the agent died: {error}")
+            log.error(f"{facility.name}: the agent died: {error}")
             self.stopping.set()
 
 

@@ -11,7 +11,7 @@
     │   ├── CoordinatorUnreachableError  8   the network, or a coordinator that is down: it is tried again
     │   └── CoordinatorRefusedError      9   the coordinator said no: the message says why
     ├── LeaseError                      10   another agent works for this facility: stop that one (agent/journal.py)
-    ├── TensorFileError                 11   a model or an update is not as it must be (tensorheader.py)
+    ├── TensorFileError                 11   a model or an update is not as it must be (tensorbytes.py)
     ├── SchedulerError                   1   a facility's scheduler said no, or did not answer (agent/schedulers)
     └── ProtocolError                   70   ours: a message or a command that must not exist; please report it
 
@@ -80,3 +80,13 @@ class ReplayError(FedQueueError):
 
 class ProtocolError(FedQueueError, ValueError):
     exit_code = 70
+
+
+def describe(error: BaseException) -> str:
+    """The error's type and the first line of its text: a message stays one line.
+
+    >>> describe(ValueError("no\\nsuch"))
+    'ValueError: no'
+    """
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -28,6 +28,9 @@ from fedqueue.protocol.messages import (
 )
 from fedqueue.protocol.state import JobState, RunState
 
+Summary = dict[str, Any]
+"""The figures of a run by their names, as they are in summary.json and in tables for people."""
+
 
 def target_key(target: float) -> str:
     """How a target is called in a summary: with two decimals, or with all it has.
@@ -55,7 +58,8 @@ class Tally:
         self._max_staleness = 0
         self._aimed = 0
         self._missed = 0
-        self._node_seconds = 0.0
+        self._node_seconds = dict.fromkeys(nodes, 0.0)
+        self._idle_seconds = dict.fromkeys(nodes, 0.0)  # of these, without work, of jobs that are not out
         self._jobs = {"submitted": 0, "completed": 0, "failed": 0, "resubmitted": 0}
         self._updates = {"admitted": 0, "deferred": 0, "rejected": 0, "expired": 0}
         self._steps = 0
@@ -85,7 +89,7 @@ class Tally:
         if count is not None:
             count(self, told, job)
 
-    def summary(self, *, strategy: str, seed: int, wall_seconds: float) -> dict[str, Any]:
+    def summary(self, *, strategy: str, seed: int, wall_seconds: float) -> Summary:
         """The figures, in the order in which `--json` prints them. Call it when the run is over."""
         now, out = self._state.at, self._out.values()
         known_late = sum(now - job.ordered_at >= self._round_length for job in out)
@@ -103,7 +107,8 @@ class Tally:
             "normalised_delay_max": self._delay_max,
             "max_staleness": self._max_staleness,
             "missed_cutoff": missed / aimed if aimed else None,
-            "node_seconds": self._node_seconds + sum(self._held(job) for job in out),
+            "node_seconds": sum(map(self.node_seconds, self._nodes)),
+            "idle_node_seconds": sum(map(self.idle_node_seconds, self._nodes)),
             "jobs": dict(self._jobs),
             "updates": dict(self._updates),
             "local_steps": self._steps,
@@ -113,6 +118,18 @@ class Tally:
             "steps_to": {target_key(target): steps for target, steps in self._steps_to.items()},
             "wall_seconds": wall_seconds,
         }
+
+    def node_seconds(self, facility: str) -> float:
+        """That jobs of it have held until now."""
+        return self._node_seconds[facility] + sum(map(self._held, self._out_at(facility)))
+
+    def idle_node_seconds(self, facility: str) -> float:
+        """Of those, without work: what its jobs say of themselves, and of those that are out until now."""
+        idle = sum(job.idle_at(self._state.at) for job in self._out_at(facility))
+        return self._idle_seconds[facility] + idle * self._nodes[facility]
+
+    def _out_at(self, facility: str) -> list[JobState]:
+        return [job for job in self._out.values() if job.order.facility == facility]
 
     @property
     def score(self) -> float | None:
@@ -133,15 +150,18 @@ class Tally:
             self._transfers += 1
 
     def _job_requeued(self, event: JobRequeued, job: JobState) -> None:
-        self._node_seconds += event.held_seconds * self._nodes[job.order.facility]
+        self._hold(job, event.held_seconds)
 
     def _job_ended(self, event: JobEnded, job: JobState) -> None:
-        self._node_seconds += event.held_seconds * self._nodes[job.order.facility]
-        self._steps += event.steps_done
+        self._hold(job, event.held_seconds)
+        if not job.stays:  # of one that stays, steps count as parts arrive
+            self._steps += event.steps_done
+        elif job.is_over:
+            self._completed(job)
 
     def _job_failed(self, event: JobFailed, job: JobState) -> None:
         if job.phase != "ended":  # otherwise its nodes are counted
-            self._node_seconds += event.held_seconds * self._nodes[job.order.facility]
+            self._hold(job, event.held_seconds)
         self._lost(job)
 
     def _submit_refused(self, event: SubmitRefused, job: JobState) -> None:
@@ -152,22 +172,36 @@ class Tally:
 
     def _update_rejected(self, event: UpdateRejected, job: JobState) -> None:
         self._transfers += 1
-        self._lost(job)
+        if not job.stays:
+            self._lost(job)
+        elif job.is_over:
+            self._completed(job)
+
+    def _completed(self, job: JobState) -> None:
+        """It is over, and did not fail."""
+        if self._close(job):
+            self._jobs["completed"] += 1
 
     def _lost(self, job: JobState) -> None:
         """It failed: no update of it will meet any cutoff."""
-        del self._out[job.order.job_id]
+        self._close(job)
         self._jobs["failed"] += 1
         self._aimed += job.cutoff is not None
         self._missed += job.cutoff is not None
 
     def _update_arrived(self, event: UpdateArrived, job: JobState) -> None:
-        del self._out[event.receipt.job_id]
         self._transfers += 1  # a model travels back
-        if job.phase != "ended":  # its end was not heard of, and says nothing new any more
+        if job.stays:
             self._steps += event.receipt.steps_done
-            self._node_seconds += self._held(job)
-        self._jobs["completed"] += 1
+            if job.is_over:
+                self._completed(job)
+            if event.receipt.part:  # it waited in no queue
+                return
+        else:
+            self._completed(job)
+            if job.phase != "ended":  # its end was not heard of, and says nothing new any more
+                self._steps += event.receipt.steps_done
+                self._node_seconds[job.order.facility] += self._held(job)
         ratio = (event.at - job.ordered_at) / self._round_length
         self._timed += 1
         self._delay_max = ratio if self._delay_max is None else max(self._delay_max, ratio)
@@ -203,8 +237,19 @@ class Tally:
             self._aimed += 1
             self._missed += deferred
 
+    def _close(self, job: JobState) -> bool:
+        """Whether it was out until now."""
+        facility = job.order.facility
+        was_out = self._out.pop(job.order.job_id, None) is not None
+        if was_out:
+            self._idle_seconds[facility] += job.idle_seconds * self._nodes[facility]
+        return was_out
+
+    def _hold(self, job: JobState, seconds: float) -> None:
+        self._node_seconds[job.order.facility] += seconds * self._nodes[job.order.facility]
+
     def _held(self, job: JobState) -> float:
-        """Node-seconds that a job which is out holds its nodes."""
+        """Node-seconds that a job which is out has held its nodes."""
         return 0.0 if job.held_since is None else (self._state.at - job.held_since) * self._nodes[job.order.facility]
 
 

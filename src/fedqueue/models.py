@@ -106,7 +106,7 @@ def check_models(folder: Path) -> int:
     checked: set[str] = set()
     while waiting := [model for model in read_models(folder).kept if model.digest not in checked]:
         try:
-            tensorfile.verify(waiting[0].file, waiting[0].digest)
+            tensorfile.verify(waiting[0].file, tensorfile.Content(waiting[0].digest))
         except tensorfile.TensorFileError as error:
             if waiting[0] in read_models(folder).kept:  # otherwise a newer one has taken its place meanwhile
                 path = error.path.relative_to(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -9,20 +10,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import fedqueue
 from fedqueue.agent.enrolment import Enrolment
+from fedqueue.agent.schedulers.base import LocalSettings, SchedulerSettings
 from fedqueue.agent.schedulers.localjob import started_ticks
-from fedqueue.config import Config, FacilitySettings
+from fedqueue.agent.settings import AgentSettings
+from fedqueue.config import Config, FacilitySettings, toml_value
 from fedqueue.coordinator.access import Access
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.scoring import TASK
 from fedqueue.protocol.contract import Address
 from fedqueue.sim.queues import make_queue
+
+log = logging.getLogger(__name__)
 
 WAITS: Final = 500  # extra waits drawn for a facility; then they come again
 GRACE_SECONDS: Final = 2.0  # one machine's file system does not lag
@@ -45,7 +50,7 @@ class Agents:
             home = enrol(self._folder, facility.name, access, address)
             (home / "agent.toml").write_text(self._toml(facility))
         self._stopped.clear()
-        watch = threading.Thread(target=self._watch, args=(coordinator,), name="agents", daemon=True)
+        watch = threading.Thread(target=self._watch, name="agents", daemon=True)
         watch.start()
         try:
             yield
@@ -59,15 +64,15 @@ class Agents:
         for process in list(self._processes.values()):
             process.kill()
 
-    def _watch(self, coordinator: Coordinator) -> None:
+    def _watch(self) -> None:
         while True:
             for facility in self._config.facility:
                 process = self._processes.get(facility.name)
                 if process is not None and process.poll() not in (None, 0):
                     if self._stopped.wait(2.0):  # Ctrl-C reaches it before us
                         return
-                    log = home_of(self._folder, facility.name) / "agent.log"
-                    coordinator.say(f"the agent of {facility.name} died; starting it again; see {log}")
+                    see = home_of(self._folder, facility.name) / "agent.log"
+                    log.warning(f"the agent of {facility.name} died; starting it again; see {see}")
                 if (process is None or process.poll() not in (None, 0)) and not self._stopped.is_set():
                     self._processes[facility.name] = self._start(facility.name)
             if self._stopped.wait(0.5):
@@ -76,12 +81,12 @@ class Agents:
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         home = home_of(self._folder, name)
         end_left_behind(home)
-        with (home / "agent.log").open("ab") as log:
+        with (home / "agent.log").open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedqueue", "agent", str(home / "agent.toml")],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
         (home / PID).write_text(f"{process.pid} {started_ticks(process.pid)}")
@@ -100,13 +105,9 @@ class Agents:
         self._processes.clear()
 
     def _toml(self, facility: FacilitySettings) -> str:
-        agent = agent_settings(self._config, self._folder, home_of(self._folder, facility.name))
-        return _table("agent", agent) + _table("scheduler", self._scheduler(facility))
-
-    def _scheduler(self, facility: FacilitySettings) -> Mapping[str, Any]:
-        if facility.scheduler is not None:
-            return {key: value for key, value in vars(facility.scheduler).items() if value is not None}
-        return {"kind": "local", "slots": facility.slots, "extra_waits": extra_waits(self._config, facility)}
+        agent = agent_settings(self._config, self._folder, facility)
+        own = LocalSettings(slots=facility.slots, extra_waits=extra_waits(self._config, facility))
+        return _table("agent", agent) + _table("scheduler", facility.scheduler or own)
 
 
 def home_of(folder: Path, name: str) -> Path:
@@ -126,19 +127,19 @@ def enrol(folder: Path, name: str, access: Access, address: Address) -> Path:
     return home
 
 
-def agent_settings(config: Config, folder: Path, home: Path) -> dict[str, Any]:
-    """The table `agent` of its config."""
+def agent_settings(config: Config, folder: Path, facility: FacilitySettings) -> AgentSettings:
     own = config.worker.command
     command = shlex.join(task_job(folder)) if own is None else f"cd {shlex.quote(config.folder)} && {own}"
-    agent: dict[str, Any] = {
-        "home": str(home),
-        "command": command,
-        "evaluate_command": command,
-        "poll_seconds": config.worker.poll_seconds,
-        "grace_seconds": GRACE_SECONDS,
-        "stage_worker": own is not None,
-    }
-    return agent if own is not None else {**agent, "environment": {"PYTHONPATH": _python_path()}}
+    return AgentSettings(
+        home=str(home_of(folder, facility.name)),
+        command=command,
+        evaluate_command=command,
+        poll_seconds=config.worker.poll_seconds,
+        grace_seconds=GRACE_SECONDS,
+        node_hours=facility.node_hours,
+        stage_worker=own is not None,
+        environment={"PYTHONPATH": _python_path()} if own is None else {},
+    )
 
 
 def task_job(folder: Path) -> list[str]:
@@ -151,7 +152,7 @@ def extra_waits(config: Config, facility: FacilitySettings) -> list[float]:
     if facility.queue is None:
         return []
     waiting = make_queue(facility.queue, facility=facility.name, seed=config.run.seed, folder=Path(config.folder))
-    return [round(waiting.delay(number, 0, 0.0), 3) for number in range(WAITS)]
+    return [round(waiting.delay(number, 0, 0.0, config.run.round_length), 3) for number in range(WAITS)]
 
 
 def end_left_behind(home: Path) -> None:
@@ -175,23 +176,7 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
 
 
-def _table(name: str, values: Mapping[str, Any]) -> str:
-    return f"[{name}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in values.items()) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + "".join(_escaped(char) for char in value) + '"'
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
-    return repr(value)
-
-
-def _escaped(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}"
+def _table(name: str, settings: AgentSettings | SchedulerSettings) -> str:
+    """As TOML, which has no None."""
+    given = {key: value for key, value in vars(settings).items() if value is not None}
+    return f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in given.items()) + "\n"

@@ -60,6 +60,7 @@ FROM commands c JOIN events o USING (seq) WHERE c.kind = 'SubmitJob';
 CREATE VIEW updates AS
 SELECT json_extract(c.body, '$.facts.job') AS job,
        json_extract(c.body, '$.facts.attempt') AS attempt,
+       coalesce(json_extract(c.body, '$.facts.part'), 0) AS part,
        e.at AS settled_at,
        json_extract(c.body, '$.facts.fate') AS fate,
        json_extract(c.body, '$.facts.deferred') AS deferred,

@@ -12,29 +12,42 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, Final, Self
 
 import numpy as np
 
 from fedqueue.files import writing
-from fedqueue.protocol.roles import COUNTER, DECLARATION, STATISTIC, declaration, declared_roles, find_roles
-from fedqueue.protocol.weigh import model_factors, statistic_factors
-from fedqueue.tensorheader import (
+from fedqueue.protocol.aggregation import (
+    COUNTER,
+    DECLARATIONS,
+    PARAMETER,
+    STATISTIC,
+    declaration,
+    declared_roles,
+    find_roles,
+    model_factors,
+    statistic_factors,
+)
+from fedqueue.protocol.messages import ServerStep
+from fedqueue.tensorbytes import (
     CODES,
     HEADER_LIMIT,
     NUMBERS,
     REAL,
     Buffer,
     ChangedFileError,
+    Content,
     Entry,
     Header,
     Kind,
     Number,
     TensorFileError,
     UnreadableFileError,
+    checksum,
     encode_header,
     fill,
     opened,
@@ -44,13 +57,16 @@ from fedqueue.tensorheader import (
 
 __all__ = [
     "ChangedFileError",
+    "Content",
     "Description",
     "FileContribution",
+    "FileStep",
     "Header",
     "Kind",
     "TensorFileError",
     "UnreadableFileError",
     "aggregate",
+    "agreement",
     "check",
     "copy",
     "describe",
@@ -58,6 +74,7 @@ __all__ = [
     "not_finite",
     "read_header",
     "select",
+    "take_step",
     "verify",
     "write",
 ]
@@ -65,6 +82,10 @@ __all__ = [
 CHUNK_VALUES = 1 << 18
 """Values summed at a time: 1 MiB of float32."""
 CHUNK_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 8 * CHUNK_VALUES
+"""The largest piece of a tensor."""
+LOOK_EVERY: Final = 8
+"""Of so many pieces of a tensor, one tells how far updates agree."""
 FOLLOW_BYTES: Final = 4 << 20
 """How far behind a reader its file's digest is made."""
 
@@ -75,8 +96,8 @@ _LARGEST: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float
 """The largest number of a type."""
 
 
-Expected = Callable[[Path], str | None]
-"""The sha256 that a file must have; None: there is no need to look."""
+Expected = Callable[[Path], Content | None]
+"""What the bytes of a file must be; None: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +148,11 @@ def not_finite(name: str, bad: int, values: int) -> str:
     return f"tensor {name!r} has {bad:,} of {values:,} values that are not finite"
 
 
-def check(path: Path, like: Path, *, sha256: str | None = None) -> str | None:
+def check(path: Path, like: Path, *, content: Content | None = None) -> str | None:
     """Why the update in `path` cannot stand beside the model `like`, in one line; None when it can.
 
-    One pass over the file. A wrong sha256 comes before all else: then the bytes are not those that were meant.
+    One pass over the file. Another sha256 than that of `content` comes before all else: then the bytes are not those
+    that were meant. Of a file that is good, `content` has the checksums thereafter.
     """
     expected = read_header(like)
     with opened(path) as file:
@@ -141,52 +163,81 @@ def check(path: Path, like: Path, *, sha256: str | None = None) -> str | None:
             reason = misfit_of_kinds(header.kinds(), expected.kinds())
         except TensorFileError as error:
             reason = error.reason
-        if reason is not None and sha256 is None:
+        if reason is not None and content is None:
             return reason
-        entries = list(header.entries.values()) if header is not None and reason is None else []
-        digest, bad = _pass_over(path, file, entries, expected.kinds())
-    if sha256 is not None and digest != sha256:
-        return f"{OTHER_BYTES} {digest}, expected {sha256}"
+        found, bad = _pass_over(path, file, header if reason is None else None, expected.kinds())
+    if content is not None and found.sha256 != content.sha256:
+        return f"{OTHER_BYTES} {found.sha256}, expected {content.sha256}"
+    if content is not None:
+        content.checksums.update(found.checksums)
     return reason or bad
 
 
-def _pass_over(path: Path, file: int, entries: Sequence[Entry], like: Mapping[str, Kind]) -> tuple[str, str | None]:
-    """The sha256 of the whole file, and the first of these tensors (in file order) that is not finite in the model."""
-    digest, size, reason = hashlib.sha256(), os.fstat(file).st_size, None
-    buffer, scratch = np.empty(CHUNK_BYTES, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
+def _pass_over(
+    path: Path, file: int, header: Header | None, like: Mapping[str, Kind] | None = None
+) -> tuple[Content, str | None]:
+    """What the bytes of the whole file are, and the first of its tensors (in file order) that is not finite in the
+    model `like`. Without a header nobody knows its pieces, and there are no checksums."""
+    if header is None:
+        return Content(_sha256(path, file)), None
+    content, reason, digest = Content(""), None, hashlib.sha256()
+    buffer = np.empty(max(header.length, PIECE_BYTES), np.uint8)
+    scratch = np.empty_like(buffer)
 
-    def pieces(begin: int, end: int) -> Iterator[Buffer]:
-        for place in range(begin, end, CHUNK_BYTES):
-            piece = buffer[: min(CHUNK_BYTES, end - place)]
-            fill(path, file, piece, place)
-            digest.update(piece.data)
-            yield piece
+    def read(begin: int, end: int) -> Buffer:
+        piece = buffer[: end - begin]
+        fill(path, file, piece, begin)
+        digest.update(piece.data)
+        content.checksums[begin] = checksum(piece)
+        return piece
 
-    place = 0
-    for entry in entries:
-        for _ in pieces(place, entry.begin):
-            pass
-        most = _LARGEST.get(like[entry.name].type) if like[entry.name].type != entry.number.name else None
+    read(0, header.length)
+    for entry in header.entries.values():
+        kind = like[entry.name] if like is not None else entry.kind
+        most = _LARGEST.get(kind.type) if kind.type != entry.number.name else None
         bad = 0
-        for piece in pieces(entry.begin, entry.end):
-            bad += _count_not_finite(piece, entry.number, scratch)
+        for begin, end in _spans(entry):
+            piece = read(begin, end)
+            bad += _count_not_finite(piece, entry.number, scratch) if like is not None else 0
             if most is not None and not bad:  # finite in its own type, and not in the narrower one of the model
                 wide = _widened(piece, entry.code, np.empty(len(piece) // entry.number.size, np.float64))
                 bad += int(np.count_nonzero(np.abs(wide) > most))
         if bad and reason is None:
             reason = not_finite(entry.name, bad, entry.values)
-        place = entry.end
-    for _ in pieces(place, size):
-        pass
-    return digest.hexdigest(), reason
+    return replace(content, sha256=digest.hexdigest()), reason
 
 
-def verify(path: Path, sha256: str) -> None:
-    """Raises a `ChangedFileError` unless these are the bytes that were meant."""
+def _sha256(path: Path, file: int) -> str:
+    digest, buffer, size = hashlib.sha256(), np.empty(CHUNK_BYTES, np.uint8), os.fstat(file).st_size
+    for place in range(0, size, CHUNK_BYTES):
+        piece = buffer[: min(CHUNK_BYTES, size - place)]
+        fill(path, file, piece, place)
+        digest.update(piece.data)
+    return digest.hexdigest()
+
+
+def verify(path: Path, content: Content) -> None:
+    """Raises a `ChangedFileError` unless these are the bytes that were meant. What was found by its sha256 has its
+    checksums thereafter, and they are enough the next time."""
     with opened(path) as file:
-        digest, _ = _pass_over(path, file, [], {})
-    if digest != sha256:
+        try:
+            header = parse_header(path, file, HEADER_LIMIT)
+        except UnreadableFileError:
+            raise
+        except TensorFileError:
+            if _sha256(path, file) == content.sha256:
+                raise  # it was so from the beginning
+            raise ChangedFileError(path) from None
+        if content.checksums:
+            buffer = np.empty(max(header.length, PIECE_BYTES), np.uint8)
+            for begin, end in _all_spans(header):
+                fill(path, file, piece := buffer[: end - begin], begin)
+                content.must_have(path, begin, piece)
+            return
+        found, _ = _pass_over(path, file, header)
+    if found.sha256 != content.sha256:
         raise ChangedFileError(path)
+    content.checksums.update(found.checksums)
 
 
 def copy(path: Path, out: Path, sha256: str) -> None:
@@ -229,15 +280,54 @@ def aggregate(
     out: Path,
     *,
     from_first: bool = False,
-    sha256: Expected = lambda path: None,
-) -> str:
-    """Writes the next model to `out`, whole or not at all, and returns its sha256.
+    content: Expected = lambda path: None,
+) -> Content:
+    """Writes the next model to `out`, whole or not at all.
 
     `contributions` are ordered oldest to newest and have passed `check`. What becomes of a tensor depends on its role
     (`roles`), and the arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the
     current model's type and are summed in single precision (double for float64). `from_first`: the current model is the
-    first of its run. A file that has not the `sha256` it must have is a `ChangedFileError`, and nothing is written.
+    first of its run. A file that has not the `content` it must have is a `ChangedFileError`, and nothing is written.
     """
+    return _make(current, contributions, rule, out, from_first=from_first, content=content)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStep:
+    """A step of the server's optimizer, from file to file."""
+
+    step: ServerStep
+    moments: Sequence[Path]
+    """Those of the current model; none if there are none yet."""
+    out: Sequence[Path]
+    """Where those of the next model go, `step.moments` of them."""
+
+
+def take_step(
+    current: Path,
+    contributions: Sequence[FileContribution],
+    rule: str,
+    out: Path,
+    step: FileStep,
+    *,
+    from_first: bool = False,
+    content: Expected = lambda path: None,
+) -> list[Content]:
+    """As `aggregate`, but parameters take a step of the server's optimizer. Returns the content of the next model, and
+    of each of its moments, which have the parameters' names."""
+    return _make(current, contributions, rule, out, step, from_first=from_first, content=content)
+
+
+def _make(
+    current: Path,
+    contributions: Sequence[FileContribution],
+    rule: str,
+    out: Path,
+    step: FileStep | None = None,
+    *,
+    from_first: bool,
+    content: Expected,
+) -> list[Content]:
     # A base that is the current model joins its term; several updates from one base share one pass over it.
     now = ("current",)
     fresh = {c.base_key for c in contributions if c.base.resolve() == current.resolve()}
@@ -248,14 +338,14 @@ def aggregate(
         trained: Hashable = ("trained", c.trained)
         paths |= {base: c.base, trained: c.trained}
         shares.append((c.weight, trained, base))
-    deltas = model_factors(now, shares, rule)
+    deltas = model_factors(now, shares, rule, of_change=step is not None)
     means = statistic_factors(now, [(weight, key) for weight, key, _ in shares], rule, from_first=from_first)
     with ExitStack() as stack:
-        like = _Source.open(stack, current, sha256=sha256)
+        like = _Source.open(stack, current, content=content)
         sources: dict[Hashable, _Source] = {now: like}
         for key in (*deltas, *means, *([shares[-1][1]] if shares else [])):
             if key not in sources:
-                sources[key] = _Source.open(stack, paths[key], like, sha256)
+                sources[key] = _Source.open(stack, paths[key], like, content)
         newest = sources[shares[-1][1]] if shares else like
         stack.enter_context(_unchanged(sources.values()))
         role_of = roles(like.header, current)
@@ -263,18 +353,60 @@ def aggregate(
         target = stack.enter_context(_Target.create(out))
         target.put(encode_header(entries, like.header.metadata))
         summing = _Summing(out, target)
+        stepping = None
+        if step is not None:
+            moving = [_moment_of(entry) for entry in entries if role_of[entry.name] == PARAMETER]
+            stepping = _Stepping.open(stack, step, moving, content)
+            sources |= {("moment", number): source for number, source in enumerate(stepping.before)}
         for entry in entries:
             role = role_of[entry.name]
             if not entry.number.bits:
                 summing.copy(newest, newest.header.entries[entry.name])
             elif role == COUNTER:
                 summing.add_up(entry, [(newest, 1.0)])
+            elif role == PARAMETER and stepping is not None:
+                summing.take_step(entry, like, [(sources[key], f) for key, f in deltas.items()], stepping)
             else:
                 factors = means if role == STATISTIC else deltas
                 summing.add_up(entry, [(sources[key], f) for key, f in factors.items()], within=role == STATISTIC)
         for source in sources.values():
             source.must_be_unchanged()
-        return target.finish()
+        moments = [kept.finish() for kept in stepping.after] if stepping is not None else []
+        return [target.finish(), *moments]
+
+
+def _moment_of(entry: Entry) -> Entry:
+    """How a moment of this parameter is written: in the precision of the sum, a complex number as its two parts."""
+    code = "F64" if entry.code == "F64" else "F32"
+    shape = (*entry.shape, 2) if entry.code == "C64" else entry.shape
+    return Entry(entry.name, code, shape, 0, prod(shape) * NUMBERS[code].size)
+
+
+def agreement(contributions: Sequence[FileContribution]) -> float | None:
+    """As `fedqueue.aggregate.agreement`, from files; of large tensors one piece of eight is looked at."""
+    total = sum(c.weight for c in contributions)
+    if len(contributions) < 2 or total <= 0:
+        return None
+    together = apart = 0.0
+    with ExitStack() as stack:
+        bases: dict[Hashable, _Source] = {}
+        for c in contributions:
+            if c.base_key not in bases:
+                bases[c.base_key] = _Source.open(stack, c.base)
+        like = bases[contributions[0].base_key]
+        terms = [(c.weight / total, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions]
+        role_of = roles(like.header, contributions[0].base)
+        for entry in like.header.entries.values():
+            if role_of[entry.name] != PARAMETER or not entry.number.bits or entry.code == "C64":
+                continue
+            for start in range(0, entry.values, LOOK_EVERY * CHUNK_VALUES):
+                mean = np.zeros(min(CHUNK_VALUES, entry.values - start))
+                for share, trained, base in terms:
+                    delta = trained.values(entry.name, start, len(mean)) - base.values(entry.name, start, len(mean))
+                    mean += share * delta
+                    apart += share * float(delta @ delta)
+                together += float(mean @ mean)
+    return together / apart if apart > 0 else None
 
 
 @contextmanager
@@ -298,16 +430,16 @@ def roles(header: Header, path: Path, chosen: Mapping[str, str] | None = None) -
         raise TensorFileError(path, str(error)) from None
 
 
-def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping[str, str] | None = None) -> str:
-    """Writes only the tensors whose names match one of the shell patterns (adapters, say); returns the sha256. The file
-    declares the roles of its tensors, so that every model made from it is aggregated alike."""
+def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping[str, str] | None = None) -> Content:
+    """Writes only the tensors whose names match one of the shell patterns (adapters, say). The file declares the roles
+    of its tensors, so that every model made from it is aggregated alike."""
     with ExitStack() as stack:
         source = _Source.open(stack, path)
         entries = [e for e in source.header.entries.values() if any(fnmatchcase(e.name, p) for p in patterns)]
         if not entries:
             raise TensorFileError(path, f"no tensor's name matches {' or '.join(map(repr, patterns))}")
         role_of = roles(source.header, path, chosen_roles)
-        metadata = {key: text for key, text in source.header.metadata.items() if key != DECLARATION}
+        metadata = {key: text for key, text in source.header.metadata.items() if key not in DECLARATIONS}
         target = stack.enter_context(_Target.create(out))
         target.put(encode_header(entries, {**metadata, **declaration({e.name: role_of[e.name] for e in entries})}))
         copying = _Summing(out, target)
@@ -316,8 +448,8 @@ def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping
         return target.finish()
 
 
-def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes numpy arrays as a model, whole or not at all; returns the sha256."""
+def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None) -> Content:
+    """Writes numpy arrays as a model, whole or not at all."""
     entries = []
     for name, array in tensors.items():
         if (code := CODES.get(array.dtype.name)) is None:
@@ -330,20 +462,22 @@ def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, s
         for entry in entries:
             array = tensors[entry.name]
             flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-            target.put(flat.data)
+            for begin, end in _spans(entry):
+                target.put(flat[begin:end].data)
         return target.finish()
 
 
 class _Digest:
-    """The sha256 of a file that somebody reads, made in a thread beside that reads the same bytes once more.
+    """The sha256 of a file that somebody reads, and its checksums, made in a thread beside that reads the same bytes
+    once more.
 
     It follows the reader and so finds them in the page cache: a file larger than memory is still read from its disk
     once. What the reader leaves out is read at the end.
     """
 
-    def __init__(self, path: Path, file: int) -> None:
-        self._path, self._file = path, file
-        self._digest = hashlib.sha256()
+    def __init__(self, path: Path, file: int, header: Header) -> None:
+        self._path, self._file, self._header = path, file, header
+        self._digest, self._checksums = hashlib.sha256(), dict[int, int]()
         self._said = 0  # how far the thread may go, in bytes
         self._ways: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: TensorFileError | None = None
@@ -360,25 +494,28 @@ class _Digest:
         self._ways.put(None)
         self._thread.join()
 
-    def finish(self) -> str:
-        """The sha256 of the whole file."""
-        self._ways.put(os.fstat(self._file).st_size)
+    def finish(self) -> Content:
+        self._ways.put(self._header.bytes)
         self.stop()
         if self._failure is not None:
             raise self._failure
-        return self._digest.hexdigest()
+        return Content(self._digest.hexdigest(), self._checksums)
 
     def _follow(self) -> None:
-        buffer, place = np.empty(CHUNK_BYTES, np.uint8), 0
-        while (end := self._ways.get()) is not None:
-            while place < end and self._failure is None:
-                piece = buffer[: min(CHUNK_BYTES, end - place)]
-                try:
-                    fill(self._path, self._file, piece, place)
-                except TensorFileError as error:
-                    self._failure = error
+        buffer, far = np.empty(max(self._header.length, PIECE_BYTES), np.uint8), 0
+        try:
+            for begin, end in _all_spans(self._header):
+                while far < end:
+                    way = self._ways.get()
+                    if way is None:
+                        return
+                    far = way
+                piece = buffer[: end - begin]
+                fill(self._path, self._file, piece, begin)
                 self._digest.update(piece.data)
-                place += len(piece)
+                self._checksums[begin] = checksum(piece)
+        except TensorFileError as error:
+            self._failure = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +523,8 @@ class _Source:
     path: Path
     file: int
     header: Header
-    digest: _Digest | None = None
-    sha256: str = ""  # that it must have, if it has a digest
+    content: Content | None = None  # that it must have
+    digest: _Digest | None = None  # if that is not known by its checksums
 
     @classmethod
     def open(
@@ -395,10 +532,10 @@ class _Source:
         stack: ExitStack,
         path: Path,
         like: Self | None = None,
-        sha256: Expected = lambda path: None,
+        content: Expected = lambda path: None,
     ) -> Self:
         """`stack` closes it. It must have the tensors of `like`."""
-        wanted = sha256(path)
+        wanted = content(path)
         file = stack.enter_context(opened(path))
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         try:
@@ -411,19 +548,36 @@ class _Source:
             raise
         if wanted is None:
             return cls(path, file, header)
-        digest = _Digest(path, file)
+        if wanted.checksums:
+            source = cls(path, file, header, wanted)
+            source.read(np.empty(header.length, np.uint8), 0)
+            return source
+        digest = _Digest(path, file, header)
         stack.callback(digest.stop)  # before the file is closed
-        return cls(path, file, header, digest, wanted)
+        return cls(path, file, header, wanted, digest)
 
-    def read(self, buffer: Buffer, place: int) -> None:
-        """Fill the buffer from byte `place` on."""
-        fill(self.path, self.file, buffer, place)
+    def read(self, piece: Buffer, place: int) -> None:
+        """Fill it from byte `place` on; it is a piece of a tensor, or the header."""
+        fill(self.path, self.file, piece, place)
         if self.digest is not None:
-            self.digest.was_read(place + buffer.nbytes)
+            self.digest.was_read(place + piece.nbytes)
+        elif self.content is not None:
+            self.content.must_have(self.path, place, piece)
+
+    def values(self, name: str, start: int, count: int) -> Buffer:
+        """So many numbers of a tensor, from this one on, in double precision."""
+        place = self.header.entries[name]
+        raw = np.empty(count * place.number.size, np.uint8)
+        self.read(raw, place.begin + start * place.number.size)
+        return _widened(raw, place.code, np.empty(count, "<f8"))
 
     def must_be_unchanged(self) -> None:
-        if self.digest is not None and self.digest.finish() != self.sha256:
+        if self.digest is None or self.content is None:
+            return  # nobody asks, or every piece was looked at when it was read
+        found = self.digest.finish()
+        if found.sha256 != self.content.sha256:
             raise ChangedFileError(self.path)
+        self.content.checksums.update(found.checksums)
 
 
 class _Target:
@@ -431,7 +585,7 @@ class _Target:
 
     def __init__(self, path: Path, beside: Path, file: BinaryIO) -> None:
         self._path, self._beside, self._file = path, beside, file
-        self._digest = hashlib.sha256()
+        self._digest, self._checksums, self._size = hashlib.sha256(), dict[int, int](), 0
 
     @classmethod
     @contextmanager
@@ -445,16 +599,19 @@ class _Target:
                 beside.unlink(missing_ok=True)
 
     def put(self, data: bytes | memoryview) -> None:
+        """The next piece."""
         self._digest.update(data)
+        self._checksums[self._size] = checksum(data)
+        self._size += len(data)
         self._file.write(data)
 
-    def finish(self) -> str:
+    def finish(self) -> Content:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._beside.replace(self._path)
         with opened(self._path.parent) as folder:
             os.fsync(folder)
-        return self.sha256
+        return Content(self.sha256, self._checksums)
 
     @property
     def sha256(self) -> str:
@@ -462,53 +619,134 @@ class _Target:
         return self._digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class _Stepping:
+    """The files of the moments of a server's optimizer: those there are, and those that are made."""
+
+    step: ServerStep
+    before: Sequence[_Source]
+    after: Sequence[_Target]
+
+    @classmethod
+    def open(cls, stack: ExitStack, files: FileStep, entries: Sequence[Entry], content: Expected) -> Self:
+        before = [_Source.open(stack, path, content=content) for path in files.moments]
+        for source in before:
+            if reason := misfit_of_kinds(source.header.kinds(), {entry.name: entry.kind for entry in entries}):
+                raise TensorFileError(source.path, reason)
+        after = [stack.enter_context(_Target.create(path)) for path in files.out]
+        for target in after:
+            target.put(encode_header(entries, {}))
+        return cls(files.step, before, after)
+
+    def way(self, entry: Entry, change: Buffer, start: int) -> tuple[Buffer, list[Buffer]]:
+        """What is added to these values of a parameter, and their moments; `start` is the place of the first. Each
+        operation is rounded by itself, in the order of `fedqueue.aggregate`."""
+        step, number = self.step, change.dtype.type
+        first, second = np.zeros_like(change), np.full_like(change, step.epsilon * step.epsilon)
+        largest = [second] if step.largest else []
+        if self.before:
+            first, second, *largest = (self._read(source, entry.name, change, start) for source in self.before)
+        first = first * number(step.beta1) + change * number(1 - step.beta1)
+        second = second * number(step.beta2) + change * change * number(1 - step.beta2)
+        largest = [np.where(second > most, second, most) for most in largest]
+        divisor = np.sqrt(largest[0] if largest else second) + number(step.epsilon)
+        return first * number(step.rate) / divisor, [first, second, *largest]
+
+    @staticmethod
+    def _read(source: _Source, name: str, like: Buffer, start: int) -> Buffer:
+        raw = np.empty(like.nbytes, np.uint8)
+        source.read(raw, source.header.entries[name].begin + start * like.itemsize)
+        return raw.view(like.dtype)
+
+
+class TooLargeSumError(TensorFileError):
+    """Every term is finite, and their sum is not: no file is at fault."""
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        super().__init__(
+            path,
+            f"tensor {entry.name!r} is not finite once summed as {entry.number.name}, though all that is summed is: "
+            "its values are too large together",
+        )
+
+
 class _Summing:
     """The buffers of one aggregation, and what is done in them."""
 
     def __init__(self, path: Path, target: _Target) -> None:
         self._path, self._target = path, target
-        self._raw = np.empty(max(CHUNK_BYTES, CHUNK_VALUES * 8), np.uint8)
+        self._raw = np.empty(PIECE_BYTES, np.uint8)
         self._total, self._share = np.empty_like(self._raw), np.empty_like(self._raw)
 
     def copy(self, source: _Source, entry: Entry) -> None:
-        for place in range(entry.begin, entry.end, CHUNK_BYTES):
-            piece = self._raw[: min(CHUNK_BYTES, entry.end - place)]
-            source.read(piece, place)
+        for begin, end in _spans(entry):
+            piece = self._raw[: end - begin]
+            source.read(piece, begin)
             self._target.put(piece.data)
 
     def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]], *, within: bool = False) -> None:
         """Writes the sum of tensor * factor in the type of `entry`; `within` the range of the tensors."""
+        for start, length in _pieces(entry):
+            with np.errstate(all="ignore"):  # what overflows is found when it is put
+                self._put(entry, self._sum(entry, terms, start, length, within=within))
+
+    def take_step(
+        self, entry: Entry, now: _Source, terms: Sequence[tuple[_Source, float]], stepping: _Stepping
+    ) -> None:
+        """Writes what a step of the server's optimizer makes of a parameter, with the sum as its gradient."""
+        for start, length in _pieces(entry):
+            with np.errstate(all="ignore"):
+                change = self._sum(entry, terms, start, length).copy()
+                way, moments = stepping.way(entry, change, start)
+                for target, moment in zip(stepping.after, moments, strict=True):
+                    self._must_be_finite(entry, moment, NUMBERS["F64" if entry.code == "F64" else "F32"])
+                    target.put(moment.view(np.uint8).data)
+                total = self._sum(entry, [(now, 1.0)], start, length)
+                total += way
+                self._put(entry, total)
+
+    def _sum(
+        self,
+        entry: Entry,
+        terms: Sequence[tuple[_Source, float]],
+        start: int,
+        length: int,
+        *,
+        within: bool = False,
+    ) -> Buffer:
+        """So many values of the sum, from that place on, in the buffer for it."""
         precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
-        parts = 2 if entry.code == "C64" else 1  # a complex number is two real ones
-        count = entry.values * parts
-        for start in range(0, count, CHUNK_VALUES):
-            length = min(CHUNK_VALUES, count - start)
-            total = self._total[: length * precision.itemsize].view(precision)
-            share = self._share[: length * precision.itemsize].view(precision)
-            least = most = total
-            with np.errstate(all="ignore"):  # what overflows is found below
-                for number, (source, factor) in enumerate(terms):
-                    place = source.header.entries[entry.name]
-                    size = place.number.size // parts
-                    raw = self._raw[: length * size]
-                    source.read(raw, place.begin + start * size)
-                    values = _widened(raw, place.code, share)
-                    if within:
-                        least = values.copy() if number == 0 else np.where(values < least, values, least)
-                        most = values.copy() if number == 0 else np.where(values > most, values, most)
-                    # Product and sum are rounded one by one, as torch does it in `fedqueue.aggregate`.
-                    np.multiply(values, precision.type(factor), out=share)
-                    if number == 0:
-                        total[:] = share
-                    else:
-                        total += share
-                if within:
-                    total[:] = np.where(total < least, least, np.where(total > most, most, total))
-                rounded = self._rounded(total, entry.code)
-            self._must_be_finite(entry, total, NUMBERS["F64" if entry.code == "F64" else "F32"])
-            if rounded is not total:
-                self._must_be_finite(entry, rounded, entry.number)
-            self._target.put(rounded.view(np.uint8).data)
+        parts = _parts(entry)
+        total = self._total[: length * precision.itemsize].view(precision)
+        share = self._share[: length * precision.itemsize].view(precision)
+        if not terms:
+            total[:] = 0
+        least = most = total
+        for number, (source, factor) in enumerate(terms):
+            place = source.header.entries[entry.name]
+            size = place.number.size // parts
+            raw = self._raw[: length * size]
+            source.read(raw, place.begin + start * size)
+            values = _widened(raw, place.code, share)
+            if within:
+                least = values.copy() if number == 0 else np.where(values < least, values, least)
+                most = values.copy() if number == 0 else np.where(values > most, values, most)
+            # Product and sum are rounded one by one, as torch does it in `fedqueue.aggregate`.
+            np.multiply(values, precision.type(factor), out=share)
+            if number == 0:
+                total[:] = share
+            else:
+                total += share
+        if within:
+            total[:] = np.where(total < least, least, np.where(total > most, most, total))
+        return total
+
+    def _put(self, entry: Entry, total: Buffer) -> None:
+        rounded = self._rounded(total, entry.code)
+        self._must_be_finite(entry, total, NUMBERS["F64" if entry.code == "F64" else "F32"])
+        if rounded is not total:
+            self._must_be_finite(entry, rounded, entry.number)
+        self._target.put(rounded.view(np.uint8).data)
 
     def _rounded(self, total: Buffer, code: str) -> Buffer:
         """`total` to the nearest number of that type, the even one of two; in the buffer of the terms read."""
@@ -530,7 +768,31 @@ class _Summing:
 
     def _must_be_finite(self, entry: Entry, values: Buffer, number: Number) -> None:
         if _count_not_finite(values.view(np.uint8), number, self._share):
-            raise TensorFileError(self._path, f"tensor {entry.name!r} is not finite once summed as {entry.number.name}")
+            raise TooLargeSumError(self._path, entry)
+
+
+def _parts(entry: Entry) -> int:
+    return 2 if entry.code == "C64" else 1  # a complex number is two real ones
+
+
+def _pieces(entry: Entry) -> Iterator[tuple[int, int]]:
+    """The place of the first of each so many real numbers that are summed at a time, and how many they are."""
+    count = entry.values * _parts(entry)
+    return ((start, min(CHUNK_VALUES, count - start)) for start in range(0, count, CHUNK_VALUES))
+
+
+def _spans(entry: Entry) -> Iterator[tuple[int, int]]:
+    """The bytes of these pieces: where each begins and where it ends, from the start of the file."""
+    size = entry.number.size // _parts(entry)
+    for start, length in _pieces(entry):
+        yield entry.begin + start * size, entry.begin + (start + length) * size
+
+
+def _all_spans(header: Header) -> Iterator[tuple[int, int]]:
+    """Of a whole file, the header with them."""
+    yield 0, header.length
+    for entry in header.entries.values():
+        yield from _spans(entry)
 
 
 def _widened(raw: Buffer, code: str, out: Buffer) -> Buffer:

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from fedqueue.failpoints import POINTS
+from fedqueue.files import POINTS
 from tests.faults.schedules import Outcome, perform, schedule_of
 
 

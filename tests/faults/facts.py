@@ -10,23 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from fedqueue.protocol.contract import UpdateKey
 from tests.faults.harness import (
     FACILITIES,
     Run,
-    until,
 )
 from tests.faults.ledger_checks import Story, check_run
-from tests.faults.worker import step_of
+from tests.waiting import wait_for
 
 
 def check(run: Run, rounds: int = 3) -> Story:
-    def step(job: str, attempt: int, place: int) -> float:
-        return step_of(job, attempt, place)
-
-    return check_run(run.folder, [run.home(name) for name in FACILITIES], rounds=rounds, step=step)
+    return check_run(run.folder, [run.home(name) for name in FACILITIES], rounds=rounds)
 
 
-def updates(story: Story, facility: str) -> list[tuple[str, int]]:
+def updates(story: Story, facility: str) -> list[UpdateKey]:
     return [key for key in story.receipts if key[0].startswith(f"{facility}/")]
 
 
@@ -47,7 +44,7 @@ def small_disk(place: Path, size: str) -> Iterator[None]:
     try:
         yield
     finally:
-        until(lambda: not subprocess.run(["umount", str(place)], capture_output=True).returncode, f"{place} is free")
+        wait_for(lambda: not subprocess.run(["umount", str(place)], capture_output=True).returncode, f"{place} is free")
 
 
 def fill(place: Path, leave: int = 0) -> Path:

@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from fedqueue import failpoints
+from fedqueue import files
 from fedqueue.agent.enrolment import Enrolment
 from fedqueue.coordinator.access import OPERATOR_FILE, Access
 from fedqueue.coordinator.run_folder import store_config
 from fedqueue.errors import RunFolderError
-from tests.faults.ledger_checks import Story
+from tests.faults.ledger_checks import GRACE_SECONDS, Story
+from tests.waiting import wait_for
 
 COORDINATOR: Final = "coordinator"
 FACILITIES: Final = ("north", "south")
@@ -88,7 +89,7 @@ def forked(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Pr
         os.closerange(3, 256)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(environment)
-        failpoints.arm()
+        files.arm()
         code = main(list(argv))
     except BaseException:
         import traceback
@@ -229,7 +230,7 @@ class Run:
                 "home": str(self.home(facility)),
                 "command": f"exec {command}",
                 "poll_seconds": 0.1,
-                "grace_seconds": 0.5,
+                "grace_seconds": GRACE_SECONDS,
                 "stage_worker": False,
                 **agent,
             },
@@ -257,7 +258,7 @@ class Run:
         """Kill it, and do not start it again until `start`."""
         self.kill(name)
         actor = self.actors[name]
-        until(lambda: actor.process is None or actor.process.poll() is not None, f"{name} is dead", 10.0)
+        wait_for(lambda: actor.process is None or actor.process.poll() is not None, f"{name} is dead")
         if actor.process is not None:
             self._bury(actor)
         actor.process = None
@@ -285,20 +286,19 @@ class Run:
         if code == -signal.SIGKILL and not actor.killed_by_us:
             actor.hit.append(actor.armed.partition(":")[0])
 
-    def run_until(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                raise AssertionError(f"{what}: not in {seconds:g} s\n{self.tails()}")
+    def run_until(self, condition: Callable[[], bool], what: str) -> None:
+        def true() -> bool:
+            if condition():
+                return True
             self.turn()
-            time.sleep(LOOK)
+            return False
 
-    def run_to_end(self, seconds: float = 60.0) -> None:
+        wait_for(true, what, self.tails, LOOK)
+
+    def run_to_end(self) -> None:
         """Until the coordinator and all agents have ended by themselves, and no job is left."""
-        self.run_until(
-            lambda: all(actor.done or actor.visits for actor in self.actors.values()), "the end of the run", seconds
-        )
-        until(lambda: not self.left_behind(), lambda: f"left behind: {self.left_behind()}", 15.0)
+        self.run_until(lambda: all(actor.done or actor.visits for actor in self.actors.values()), "the end of the run")
+        wait_for(lambda: not self.left_behind(), "no process is left", lambda: str(self.left_behind()), LOOK)
 
     def story(self) -> Story:
         """The ledger as it is now; empty before there is one."""
@@ -333,7 +333,7 @@ class Run:
         for line in self.left_behind():
             with suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
-        until(lambda: not self.left_behind(), "nothing is left behind", 10.0)
+        wait_for(lambda: not self.left_behind(), "nothing is left behind")
 
     def __enter__(self) -> Run:
         return self
@@ -352,15 +352,6 @@ class Run:
     def log(self, name: str) -> str:
         path = self.actors[name].log
         return path.read_text(errors="replace") if path.exists() else ""
-
-
-def until(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 30.0) -> None:
-    """Wait for something that must come."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what() if callable(what) else what}: not in {seconds:g} s")
-        time.sleep(LOOK)
 
 
 def processes_in(folder: Path, known: Collection[int] = ()) -> list[str]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.protocol.contract import Receipt, sequence_of
+from fedqueue.protocol.contract import Receipt, UpdateKey, sequence_of
 from fedqueue.protocol.messages import (
     Aggregate,
+    CancelJob,
     Event,
     JobEnded,
     JobFailed,
@@ -29,15 +31,16 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
+    WorkTaken,
     parse,
 )
 from fedqueue.runs import replay
 from tests.faults.worker import read_values, step_of
 
 T = TypeVar("T")
-Key = tuple[str, int]
-Step = Callable[[str, int, int], float]
-"""What the update of (job, attempt) adds to the value at a place."""
+GRACE_SECONDS = 0.5  # that an agent of these tests gives a job's result to show
+Step = Callable[[str, int, int, int], float]
+"""What the update of (job, attempt, part) adds to the value at a place."""
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -59,30 +62,51 @@ class Story:
         return [command for _, commands in self.steps for command in commands if isinstance(command, kind)]
 
     @property
-    def fates(self) -> list[tuple[Key, str]]:
+    def fates(self) -> list[tuple[UpdateKey, str]]:
         records = [record.facts for record in self.commands(Record) if record.kind == "fate"]
-        return [((str(f["job"]), int(f["attempt"] or 0)), str(f["fate"])) for f in records]
+        return [((str(f["job"]), int(f["attempt"] or 0), int(f.get("part") or 0)), str(f["fate"])) for f in records]
 
     @property
-    def receipts(self) -> dict[Key, Receipt]:
-        return {(e.receipt.job_id, e.receipt.attempt): e.receipt for e in self.events(UpdateArrived)}
+    def receipts(self) -> dict[UpdateKey, Receipt]:
+        return {e.receipt.key: e.receipt for e in self.events(UpdateArrived)}
 
     @property
     def versions(self) -> list[int]:
         return [event.version for event in self.events(ModelReady)]
 
 
-def check_run(folder: Path, homes: Iterable[Path], *, rounds: int, step: Step = step_of) -> Story:
+class Home(NamedTuple):
+    """Where an agent keeps what it has of one run."""
+
+    path: Path
+    facility: str
+    scheduler: Path  # that its jobs go to
+    names: str = "fq-*-"  # of its jobs there begin so, and end with a number
+
+    @classmethod
+    def of(cls, path: Path) -> Home:
+        return cls(path, path.name, path / "scheduler")
+
+    @classmethod
+    def below(cls, site: Path, run: str) -> Home:
+        """Of one run of a site that takes part in several."""
+        path = site / "runs" / run
+        journal = json.loads((path / "journal.jsonl").read_text().splitlines()[0])
+        return cls(path, site.name, site / "scheduler", f"fq-{journal.get('id', journal.get('journal_id'))[:8]}-")
+
+
+def check_run(folder: Path, homes: Iterable[Path | Home], *, rounds: int, step: Step = step_of) -> Story:
     """Everything; the first thing that does not hold is raised."""
     story = Story(folder)
     assert replay(folder) == len(story.steps)
     check_end(story, rounds)
     check_counts(story)
     check_fates(story)
+    check_parts(story)
     check_timers(story)
     check_models(story, step)
     for home in homes:
-        check_facility(story, home)
+        check_facility(story, home if isinstance(home, Home) else Home.of(home))
     return story
 
 
@@ -101,11 +125,13 @@ def check_counts(story: Story) -> None:
     orders = [command.order.job_id for command in story.commands(SubmitJob)]
     once(orders, "ordered")
     once([e.job_id for e in story.events(JobSubmitted)], "submitted")
-    kinds: tuple[type[Any], ...] = (JobStarted, JobEnded, JobRequeued, JobFailed, UpdateRejected)
+    kinds: tuple[type[Any], ...] = (JobStarted, JobEnded, JobRequeued, JobFailed)
     for kind in kinds:
         once([(e.job_id, e.attempt) for e in story.events(kind)], kind.__name__)
     once([e.version for e in story.events(ModelScored)], "ModelScored")
-    once([(e.receipt.job_id, e.receipt.attempt) for e in story.events(UpdateArrived)], "UpdateArrived")
+    once([(e.job_id, e.attempt, e.part) for e in story.events(WorkTaken)], "WorkTaken")
+    once([e.key for e in story.events(UpdateRejected)], "UpdateRejected")
+    once([e.receipt.key for e in story.events(UpdateArrived)], "UpdateArrived")
     unknown = {key[0] for key in story.receipts} - set(orders)
     assert not unknown, f"updates of jobs that were never ordered: {unknown}"
 
@@ -116,13 +142,37 @@ def check_fates(story: Story) -> None:
     for key in story.receipts:
         assert key in fates, f"the update of {key} has no fate"
     for event in story.events(UpdateRejected):
-        key = (event.job_id, event.attempt)
+        key = event.key
         assert fates.get(key) == "rejected", f"{key} was rejected, and its fate is {fates.get(key)}"
-    used = [(share.job_id, share.attempt) for command in _made(story) for share in command.weights]
+    shares = [share for command in _made(story) for share in command.weights]
+    used = [share.key for share in shares if not share.again]
     once(used, "aggregated")
+    assert {share.key for share in shares} == set(used), "who stands in was in a model before"
     aggregated = {key for key, fate in fates.items() if fate == "aggregated"}
     assert set(used) == aggregated, f"aggregated by record {aggregated}, by command {set(used)}"
     assert aggregated <= set(story.receipts)
+
+
+def check_parts(story: Story) -> None:
+    """A job that stays and dies, or that its scheduler takes back, loses at most the part that it was training."""
+    orders = {command.order.job_id: command.order for command in story.commands(SubmitJob)}
+    parts: dict[tuple[str, int], set[int]] = {}  # that an attempt is known to have begun
+    for taken in story.events(WorkTaken):
+        parts.setdefault((taken.job_id, taken.attempt), {0}).add(taken.part)
+    heard = set(story.receipts) | {event.key for event in story.events(UpdateRejected)}
+    for job, attempt, part in heard:
+        parts.setdefault((job, attempt), {0}).add(part)
+    stopped = next(
+        place for place, (_, commands) in enumerate(story.steps) if any(isinstance(c, StopRun) for c in commands)
+    )
+    cut_short: list[Any] = [e for e, _ in story.steps[:stopped] if isinstance(e, JobFailed | JobRequeued)]
+    for event in cut_short:
+        if orders[event.job_id].stay is None:
+            continue
+        attempt = event.attempt - isinstance(event, JobRequeued)
+        begun = parts.get((event.job_id, attempt), set())
+        lost = {part for part in begun if (event.job_id, attempt, part) not in heard}
+        assert lost <= {max(begun, default=0)}, f"{event.job_id} attempt {attempt} lost {lost} of {begun}"
 
 
 def check_timers(story: Story) -> None:
@@ -149,8 +199,8 @@ def check_models(story: Story, step: Step) -> None:
         current = models[command.from_version]
         total = current.copy()
         for share in command.weights:
-            base = models[story.receipts[share.job_id, share.attempt].base_version]
-            trained = base + [step(share.job_id, share.attempt, place) for place in range(len(base))]
+            base = models[story.receipts[share.key].base_version]
+            trained = base + [step(*share.key, place) for place in range(len(base))]
             total += share.weight * (trained - (base if command.rule == "add_deltas" else current))
         models[command.to_version] = total
     digests = {event.version: event.digest for event in story.events(ModelReady)}
@@ -161,33 +211,54 @@ def check_models(story: Story, step: Step) -> None:
     _same(story.folder / "model.safetensors", models[max(models)], "the last model")
 
 
-def check_facility(story: Story, home: Path) -> None:
-    """What jobs handed in was heard of, unless another attempt took its place or the run was over; and the scheduler
-    was asked for no job twice."""
-    facility = home.name
-    wanted = {command.order.job_id for command in story.commands(SubmitJob)}
+def check_facility(story: Story, home: Home) -> None:
+    """What jobs handed in was heard of, unless another attempt took its place or the run was over; of jobs that stay,
+    whatever became of them while it went on. And the scheduler was asked for no job twice."""
+    path, facility, scheduler, of_this_run = home
+    orders = {command.order.job_id: command.order for command in story.commands(SubmitJob)}
+    wanted = set(orders)
     failed = {event.job_id for event in story.events(JobFailed)}
-    heard = set(story.receipts) | {(e.job_id, e.attempt) for e in story.events(UpdateRejected)}
+    heard = set(story.receipts) | {e.key for e in story.events(UpdateRejected)}
     settled = {key[0] for key in heard}
     open_at_end = wanted - settled - failed
-    for result in home.glob("jobs/[0-9]*/attempt-*/result.json"):
-        job = f"{facility}/{result.parent.parent.name}"
-        attempt = int(result.parent.name.partition("-")[2])
+    last = next(commands for _, commands in story.steps if any(isinstance(c, StopRun) for c in commands))
+    ended_with_run = {command.job_id for command in last if isinstance(command, CancelJob)}
+    for (job, attempt, part), result in results(home):
         assert job in wanted, f"{job} was run and never ordered"
-        superseded = (result.parent.parent / f"attempt-{attempt + 1}").exists()
-        if (job, attempt) not in heard and job not in open_at_end and not superseded:
+        if (job, attempt, part) in heard:
+            continue
+        if orders[job].stay is not None:
+            lived_on = job in failed and result.stat().st_mtime > ended_at(home, job) + GRACE_SECONDS
+            assert job in ended_with_run or lived_on, f"part {part} of {job} attempt {attempt} was lost"
+            continue
+        superseded = (path / "jobs" / job.rpartition("/")[2] / f"attempt-{attempt + 1}").exists()
+        if job not in open_at_end and not superseded:
             assert job in failed, f"the result of {job} attempt {attempt} was lost"
-    names = [path.parent.name for path in home.glob("scheduler/jobs/fq-*/record.json")]
+    names = [record.parent.name for record in scheduler.glob(f"jobs/{of_this_run}*/record.json")]
     once([name.rpartition("-")[2] for name in names if "-eval-" not in name], "at the scheduler")
     for name in names:
         if "-eval-" not in name:
             sequence = int(name.rpartition("-")[2])
-            attempts = len(list(home.glob(f"jobs/{sequence}/attempt-*")))
-            state = home / "scheduler" / "jobs" / name / "state.json"
+            attempts = len(list(path.glob(f"jobs/{sequence}/attempt-*")))
+            state = scheduler / "jobs" / name / "state.json"
             incarnations = json.loads(state.read_text())["incarnation"] + 1 if state.exists() else 0
             assert attempts <= incarnations, f"job {sequence} ran {attempts} times, scheduled {incarnations} times"
     numbers = {sequence_of(job) for job in wanted if job.startswith(f"{facility}/")}
-    assert {int(path.name) for path in home.glob("jobs/[0-9]*")} <= numbers
+    assert {int(job.name) for job in path.glob("jobs/[0-9]*")} <= numbers
+
+
+def ended_at(home: Home, job: str) -> float:
+    """As its scheduler says; a process whose shepherd was killed may live on."""
+    state = next(home.scheduler.glob(f"jobs/{home.names}{sequence_of(job)}/state.json"), None)
+    return inf if state is None else float(json.loads(state.read_text()).get("ended_at") or inf)
+
+
+def results(home: Home) -> Iterator[tuple[UpdateKey, Path]]:
+    """What the jobs of a facility say that they handed in."""
+    for result in home.path.glob("jobs/[0-9]*/attempt-*/**/result.json"):
+        number, attempt, *part = result.parent.relative_to(home.path / "jobs").parts
+        key = int(attempt.partition("-")[2]), int(part[0].partition("-")[2]) if part else 0
+        yield (f"{home.facility}/{number}", *key), result
 
 
 def once(keys: Iterable[Any], what: str) -> None:

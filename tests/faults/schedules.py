@@ -16,28 +16,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue.failpoints import AGENT, COORDINATOR, POINTS
-from fedqueue.protocol.messages import FacilityLeft, JobFailed, ModelScored, SubmitRefused
+from fedqueue.files import AGENT, COORDINATOR, POINTS, WORKER
+from fedqueue.protocol.messages import FacilityLeft, JobFailed, ModelScored, StopRun, SubmitRefused
+from tests.conftest import ONE_A_ROUND
 from tests.faults import harness
 from tests.faults.harness import FACILITIES, Run, forked, free_port, tree_of
-from tests.faults.ledger_checks import check_run
+from tests.faults.ledger_checks import Story, check_run
 from tests.faults.worker import step_of
 
+PLAIN: Final[dict[str, Any]] = {**ONE_A_ROUND, "min_steps": 3}
 STRATEGIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("fedqueue", {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}),
     ("fedqueue", {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3, "close": "early"}),
-    ("jit", {"min_steps": 3, "pipeline": "timed"}),
-    ("jit", {"min_steps": 3, "pipeline": "chain"}),
-    ("jit", {"min_steps": 3, "pipeline": "independent", "max_staleness": 1}),
+    ("jit", {**PLAIN, "pipeline": "timed"}),
+    ("jit", {**PLAIN, "pipeline": "chain"}),
+    ("jit", {**PLAIN, "pipeline": "independent", "max_staleness": 1}),
     ("fedavg", {"steps": 5}),
     ("fedasync", {"steps": 5}),
     ("fedbuff", {"steps": 5, "buffer": 2}),
     ("fedcompass", {"min_steps": 3, "max_steps": 10}),
+    ("jit", {**PLAIN, "stay": 2.0}),
+    ("fedasync", {"steps": 5, "stay": 2.0}),
+    ("fedavg", {"steps": 5, "stay": 2.0}),
+    ("fedqueue", {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3, "stay": 2.0}),
+    ("fedbuff", {"steps": 5, "buffer": 2, "stay": 2.0}),
+    ("fedcompass", {"min_steps": 3, "max_steps": 10, "stay": 2.0}),
+    ("jit", {"min_steps": 3, "stay": "auto", "rounds": "auto", "absent": 0.7}),
+    ("fedqueue", {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3, "stay": 2.0, "absent": 0.7}),
 )
 MOST_HITS: Final = {"ledger.before": 40, "ledger.after": 40, "answer.before": 30, "journal.before": 40}
 MOST_HITS_OF_OTHERS: Final = 4
 ONCE: Final = ("run.over", "run.finished", "secret.whole", "update.refused", "agent.scoring", "journal.whole")
-SECONDS: Final = 60.0  # a schedule may take
 
 
 @dataclass(frozen=True)
@@ -69,17 +78,22 @@ class Schedule:
     keep_all: bool = False
     short_journal: bool = False
 
+    @property
+    def stays(self) -> bool:
+        return _stays(self.options)
+
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.strategy} {self.options}, kills: {'; '.join(map(str, self.kills))}"
 
 
 def schedule_of(seed: int) -> Schedule:
-    """The same for ever. Failpoints come in turn, so that every one is met by some schedule of any 30 in a row."""
+    """The same for ever. Failpoints come in turn, each with strategies whose jobs or agents can meet it."""
     rng = random.Random(seed)
-    strategy, options = STRATEGIES[seed % len(STRATEGIES)]
-    point = POINTS[(seed // 2) % len(POINTS)] if seed % 2 == 0 else ""
-    if point == "agent.posted":  # only just in time lays work out
-        strategy, options = STRATEGIES[2 + seed // 2 % 3]
+    aimed = seed - seed // 4  # three of four are
+    point = POINTS[aimed % len(POINTS)] if seed % 4 != 3 else ""
+    meet = [(name, chosen) for name, chosen in STRATEGIES if _can_meet(point, name, _stays(chosen))]
+    place = aimed + aimed // len(POINTS) if point else seed // 4
+    strategy, options = meet[place % len(meet)]
     kills = [_at(rng, point)] if point else [_any(rng)]
     kills += [_any(rng) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
     points = {kill.point for kill in kills}
@@ -87,9 +101,9 @@ def schedule_of(seed: int) -> Schedule:
         seed=seed,
         strategy=strategy,
         options=options,
-        rounds=rng.choice((3, 3, 4)),
+        rounds=rng.choice((6, 9)) if _stays(options) else rng.choice((3, 3, 4)),
         kills=tuple(kills),
-        real_worker=seed % 50 == 13,
+        real_worker=seed % 50 == 13 or (kills[0].point in WORKER and rng.random() < 0.3),
         same_updates=rng.random() < 0.2,
         evaluates="agent.scoring" in points or rng.random() < 0.1,
         odd={"1": rng.choice(("nan", "shape"))} if "update.refused" in points else {},
@@ -97,6 +111,18 @@ def schedule_of(seed: int) -> Schedule:
         keep_all=rng.random() < 0.5,
         short_journal=rng.random() < 0.3,
     )
+
+
+def _stays(options: dict[str, Any]) -> bool:
+    return bool(options.get("stay", "off") != "off")
+
+
+def _can_meet(point: str, strategy: str, stays: bool) -> bool:
+    if point == "agent.posted":  # only just in time lays work out
+        return strategy == "jit"
+    if point == "agent.brought":
+        return stays and strategy != "jit"
+    return stays or point not in WORKER or point == "worker.written"
 
 
 def _any(rng: random.Random) -> Kill:
@@ -125,29 +151,32 @@ class Outcome:
     seconds: float
     hit: list[str]  # failpoints at which a process died
     kills: int  # in all
+    stays: bool = False
+    parts: int = 0  # that were heard of beside the first of each job
     error: str = ""
 
 
 def perform(schedule: Schedule, base: Path) -> Outcome:
     """One run in `base`, which is removed if all is well."""
     began = time.monotonic()
-    error, hit, kills = "", [], 0
+    error, hit, kills, parts = "", [], 0, 0
     run = _lay_out(schedule, base)
     try:
         with run:
             _go(run, schedule)
-            _check(run, schedule)
+            parts = sum(1 for _, _, part in _check(run, schedule).receipts if part)
     except Exception as problem:
         text = str(problem) if isinstance(problem, AssertionError) else traceback.format_exc()
         error = f"{schedule}\n{text}\n{run.tails()}\nfiles: {base}"
     for actor in run.actors.values():
         hit += actor.hit
         kills += actor.codes.count(-signal.SIGKILL)
-    written = [kill.process.partition("/")[2] for kill in schedule.kills if kill.point == "worker.written"]
-    hit += ["worker.written" for facility in written if _was_killed(run, facility)]
+    of_jobs = [kill for kill in schedule.kills if "/" in kill.process]
+    if len(of_jobs) == 1 and of_jobs[0].point and _was_killed(run, of_jobs[0].process.partition("/")[2]):
+        hit.append(of_jobs[0].point)
     if not error:
         shutil.rmtree(base)
-    return Outcome(schedule.seed, round(time.monotonic() - began, 2), hit, kills, error)
+    return Outcome(schedule.seed, round(time.monotonic() - began, 2), hit, kills, schedule.stays, parts, error)
 
 
 def _lay_out(schedule: Schedule, base: Path) -> Run:
@@ -174,7 +203,7 @@ def _lay_out(schedule: Schedule, base: Path) -> Run:
         spawn=forked_briefly if schedule.short_journal else forked,
         wishes={"train_seconds": 0.1, "same": schedule.same_updates, "odd": schedule.odd},
         agent=agent,
-        scheduler={"extra_waits": list(schedule.waits)},
+        scheduler={"extra_waits": list(schedule.waits), **({"min_wall_seconds": 20.0} if schedule.stays else {})},
         delay=lambda: rng.uniform(0.0, 0.4),
     )
     for kill in schedule.kills:
@@ -184,15 +213,16 @@ def _lay_out(schedule: Schedule, base: Path) -> Run:
 
 
 def _arming(schedule: Schedule, base: Path) -> list[str]:
-    """Shell lines that arm the n-th job of a facility, and no other."""
+    """Shell lines that arm the n-th job of a facility, and no other; of jobs that stay the first, at its n-th part."""
     lines = []
     for kill in schedule.kills:
-        if kill.point == "worker.written":
+        if kill.point in WORKER:
             marks = f"{base}/marks-{kill.process.partition('/')[2]}"
+            job, part = (1, kill.hit) if schedule.stays else (kill.hit, 1)
             lines.append(
                 f'case "$job" in {base}/{kill.process.partition("/")[2]}/*) mkdir -p {marks}; n=1; '
                 f"until mkdir {marks}/$n 2>/dev/null; do n=$((n + 1)); done; "
-                f"if [ $n = {kill.hit} ]; then export FEDQUEUE_FAILPOINT=worker.written; fi;; esac"
+                f"if [ $n = {job} ]; then export FEDQUEUE_FAILPOINT={kill.point}:{part}; fi;; esac"
             )
     return lines
 
@@ -205,13 +235,23 @@ def _go(run: Run, schedule: Schedule) -> None:
     def over() -> bool:
         while timed and time.monotonic() - began >= timed[0].after and _strike(run, timed[0].process):
             timed.pop(0)
+        coordinator = run.actors[harness.COORDINATOR]
+        if coordinator.done and any(_is_alone(run, name) for name in FACILITIES):
+            coordinator.done = False
+            run.start(harness.COORDINATOR)  # as an operator does for an agent that came back after the end
         return all(actor.done for actor in run.actors.values())
 
-    run.run_until(over, "the end of the run", SECONDS)
-    run.run_to_end(5.0)
+    run.run_until(over, "the end of the run")
+    run.run_to_end()
     for actor in run.actors.values():
         odd = [code for code in actor.codes if code not in (0, -signal.SIGKILL)]
         assert not odd, f"{actor.name} ended with {odd}"
+
+
+def _is_alone(run: Run, facility: str) -> bool:
+    """Whether its agent lives and finds no coordinator."""
+    said = run.log(facility)
+    return not run.actors[facility].done and said.rfind("is out of reach") > said.rfind("well again")
 
 
 def _strike(run: Run, process: str) -> bool:
@@ -236,14 +276,17 @@ def _was_killed(run: Run, facility: str) -> bool:
     return any(json.loads(text).get("exit_code") == 128 + signal.SIGKILL for text in codes)
 
 
-def _check(run: Run, schedule: Schedule) -> None:
-    def step(job: str, attempt: int, place: int) -> float:
-        return 0.01 if schedule.real_worker else step_of(job, attempt, place, schedule.same_updates)
+def _check(run: Run, schedule: Schedule) -> Story:
+    def step(job: str, attempt: int, part: int, place: int) -> float:
+        return 0.01 if schedule.real_worker else step_of(job, attempt, part, place, schedule.same_updates)
 
     story = check_run(run.folder, [run.home(name) for name in FACILITIES], rounds=schedule.rounds, step=step)
-    # A crash of ours costs no job: only those fail that were killed themselves.
+    # A crash of ours costs no job: only those fail that were killed themselves. (Once the run is over, the models that
+    # late updates were made from may be gone.)
     killed = len([kill for kill in schedule.kills if kill.process.startswith(("job/", "shepherd/"))])
-    failed = [f"{event.job_id}: {event.reason}" for event in story.events(JobFailed)]
+    over = next(at for at, (_, commands) in enumerate(story.steps) if any(isinstance(c, StopRun) for c in commands))
+    before_end = [event for event, _ in story.steps[:over] if isinstance(event, JobFailed)]
+    failed = [f"{event.job_id}: {event.reason}" for event in before_end]
     assert len(failed) <= killed, f"{killed} jobs were killed, these failed: {failed}"
     assert not story.events(SubmitRefused), f"a job was asked for twice: {story.events(SubmitRefused)}"
     assert not story.events(FacilityLeft)
@@ -251,13 +294,14 @@ def _check(run: Run, schedule: Schedule) -> None:
     killed_at_north = any(kill.process in ("job/north", "shepherd/north") for kill in schedule.kills)
     if schedule.evaluates and not killed_at_north:  # it may have been the job that scores
         assert max(story.versions) in scored, f"the last model was not scored, only {sorted(scored)}"
+    return story
 
 
 def forked_briefly(argv: Any, environment: Any, log: Path) -> harness.Process:
     """An agent whose journal is made short again and again."""
-    from fedqueue.agent import agent_state as works
+    from fedqueue.agent import journal
 
-    names = vars(works)
+    names = vars(journal)
     usual, names["COMPACT_LINES"] = names["COMPACT_LINES"], 4
     try:
         return forked(argv, environment, log)

@@ -15,9 +15,12 @@ import pytest
 
 from fedqueue.protocol.messages import JobFailed, JobStarted, JobSubmitted, UpdateArrived
 from tests.faults.facts import ended_with, updates
-from tests.faults.harness import COORDINATOR, Run, free_port, tree_of, until
+from tests.faults.harness import COORDINATOR, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_end, check_fates, check_models, check_timers
 from tests.faults.worker import step_of
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.waits(15)
 
 ROUNDS = 4
 LONG = 600.0
@@ -39,7 +42,7 @@ def leave(run: Run, name: str) -> None:
     actor = run.actors[name]
     assert actor.process is not None
     os.kill(actor.process.pid, signal.SIGTERM)
-    until(lambda: actor.process is not None and actor.process.poll() is not None, f"{name} ends")
+    wait_for(lambda: actor.process is not None and actor.process.poll() is not None, f"{name} ends")
     run.stop(name)
 
 
@@ -109,7 +112,7 @@ def test_a_home_restored_while_its_job_runs_goes_on_with_that_job(tmp_path: Path
         story = finish(run)
         assert not story.events(JobFailed)
         assert len(list(run.home("north").glob("scheduler/jobs/*-1"))) == 1
-        assert ("north/1", 0) in story.receipts
+        assert ("north/1", 0, 0) in story.receipts
 
 
 def test_a_lost_journal_gives_its_jobs_up_and_ends_them(tmp_path: Path) -> None:

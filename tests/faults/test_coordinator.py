@@ -30,9 +30,11 @@ from tests.faults.harness import (
     processes_in,
     toml,
     tree_of,
-    until,
 )
 from tests.faults.ledger_checks import Story, check_run
+from tests.waiting import LONGEST, wait_for
+
+pytestmark = pytest.mark.waits(12)
 
 
 def test_the_run_clock_stands_still_while_the_coordinator_is_down(tmp_path: Path) -> None:
@@ -99,17 +101,17 @@ def test_a_run_on_one_machine_that_is_killed_goes_on_from_its_folder(tmp_path: P
             return False
 
     first = begin(str(tmp_path / "run.toml"), "--out", str(folder))
-    until(has_updates, "the first update")
+    wait_for(has_updates, "the first update")
     first.kill()
     first.wait()
     second = begin(str(folder))
     try:
-        assert second.wait(60) == 0, (tmp_path / "log").read_text()
+        assert second.wait(LONGEST) == 0, (tmp_path / "log").read_text()
     finally:
         second.kill()
     story = check_run(folder, [folder / "facilities" / name for name in FACILITIES], rounds=6)
     assert len(story.events(CoordinatorResumed)) == 1
-    until(lambda: not processes_in(folder), lambda: f"left behind: {processes_in(folder)}")
+    wait_for(lambda: not processes_in(folder), "nothing is left behind", lambda: str(processes_in(folder)))
 
 
 def test_a_paused_run_whose_coordinator_is_killed_stays_paused(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_full_disk_at_the_coordinator_is_waited_for(tmp_path: Path, leave: int
         time.sleep(2.5)  # longer than the coordinator waits between two looks
         run.turn()
         ballast.unlink()
-        run.run_to_end(90.0)
+        run.run_to_end()
         check(run, rounds=6)
         ended_with(run)
 
@@ -179,13 +181,13 @@ def test_a_coordinator_that_is_killed_and_started_on_a_full_disk_has_its_ledger_
         run.run_until(lambda: run.happened(UpdateArrived), "the first update")
         assert run.actors[COORDINATOR].process is not None
         os.kill(run.actors[COORDINATOR].process.pid, signal.SIGTERM)
-        until(lambda: not list(run.folder.glob("ledger.sqlite-*")), "the ledger is closed")
+        wait_for(lambda: not list(run.folder.glob("ledger.sqlite-*")), "the ledger is closed")
         run.stop(COORDINATOR)
         ballast = fill(run.folder)
         run.start(COORDINATOR)
         run.run_until(lambda: "waiting for room" in run.log(COORDINATOR), "the disk is full")
         ballast.unlink()
-        run.run_to_end(90.0)
+        run.run_to_end()
         story = check(run, rounds=6)
         assert story.events(CoordinatorResumed), "it began anew"
         ended_with(run, 130, -signal.SIGKILL)
@@ -199,9 +201,8 @@ def test_a_full_disk_at_a_facility_is_waited_for(tmp_path: Path) -> None:
         ballast = fill(run.home("north"))
         run.run_until(lambda: "make room" in run.log("north"), "the disk is full")
         before = len(updates(run.story(), "north"))
-        time.sleep(0.5)
         ballast.unlink()
-        run.run_to_end(90.0)
+        run.run_to_end()
         story = check(run, rounds=8)
         assert len(updates(story, "north")) > before, run.tails()
         ended_with(run)
@@ -223,9 +224,8 @@ def test_a_facilitys_folder_of_models_is_made_again_or_missed_once(tmp_path: Pat
                     models.touch(exist_ok=False)
                     break
             run.run_until(lambda: "Not a directory" in run.log("north"), "it is missed")
-            time.sleep(0.5)
             models.unlink()
-        run.run_to_end(90.0)
+        run.run_to_end()
         story = check(run, rounds=8)
         assert updates(story, "north"), run.tails()
         assert "make room" not in run.log("north")

@@ -65,7 +65,7 @@ def test_a_journal_made_short_is_the_one_that_is_written_to(tmp_path: Path) -> N
 
 def test_the_uploads_of_a_facility_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    mine, other = store.upload("a", 1, 0, "f" * 64), store.upload("a-1", 0, 0, "f" * 64)
+    mine, other = store.upload("a", 1, 0, 0, "f" * 64), store.upload("a-1", 0, 0, 0, "f" * 64)
     mine.touch()
     other.touch()
     store.drop_uploads("a", 1)
@@ -76,18 +76,18 @@ def test_the_newest_refused_updates_of_each_facility_are_kept(tmp_path: Path) ->
     store = Store(tmp_path)
     for facility, count in (("south-1", 2), ("south", 14)):
         for sequence in range(count):
-            upload = store.upload(facility, sequence, 0, "a" * 64)
+            upload = store.upload(facility, sequence, 0, 0, "a" * 64)
             upload.write_bytes(b"bytes")
             os.utime(upload, (sequence, sequence))
             store.refuse(upload)
     kept = {path.name.rpartition("-")[0] for path in (tmp_path / "refused").iterdir()}
-    assert kept == {"south-1@0-0", "south-1@1-0", *(f"south@{sequence}-0" for sequence in range(4, 14))}
+    assert kept == {"south-1@0-0-0", "south-1@1-0-0", *(f"south@{sequence}-0-0" for sequence in range(4, 14))}
 
 
 def test_no_failpoint_is_listed_twice_or_dead() -> None:
-    from fedqueue.failpoints import POINTS
+    from fedqueue.files import POINTS
 
     assert len(set(POINTS)) == len(POINTS)
-    text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py") if path.name != "failpoints.py")
-    used: list[Any] = [point for point in POINTS if f'failpoint("{point}")' in text or f'"{point}"' in text]
+    text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py"))
+    used: list[Any] = [point for point in POINTS if f'failpoint("{point}")' in text]
     assert used == list(POINTS)

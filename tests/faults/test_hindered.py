@@ -25,7 +25,9 @@ from tests.coordinators import Served, serving, update
 from tests.faults.facts import check, ended_with
 from tests.faults.harness import COORDINATOR, Run, free_port, tree_of
 from tests.faults.ledger_checks import Story, check_fates
-from tests.slurm import wait_for
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.waits(12)
 
 PAIR = ("north", "south")
 FEDAVG: dict[str, Any] = {"strategy": "fedavg", "options": {"steps": 10}, "server": {"wait_for": 2}}
@@ -66,12 +68,32 @@ def another_number(path: Path) -> Iterator[None]:
     path.write_bytes(before)
 
 
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    mode = path.stat().st_mode
+    path.chmod(0)
+    yield
+    path.chmod(mode)
+
+
 WAYS: dict[str, tuple[Harm, str]] = {
     "missing": (moved_away, "put it back"),
     "a folder": (a_folder_instead, "a folder is in its place"),
     "damaged": (other_bytes, "has changed on its disk"),
     "finite garbage": (another_number, "has changed on its disk"),
+    "unreadable": (unreadable, "let this user read and write it"),
 }
+UNPRIVILEGED = [f"--{capabilities}=-dac_override,-dac_read_search" for capabilities in ("inh-caps", "bounding-set")]
+"""Options of setpriv: permissions count, also for root."""
+
+
+def prefix_for(way: str) -> list[str]:
+    """How the coordinator must be started for such a fault to be one."""
+    if way != "unreadable" or os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may read everything, and there is no setpriv (util-linux) to take that away")
+    return ["setpriv", *UNPRIVILEGED]
 
 
 def shown(capsys: pytest.CaptureFixture[str], word: str, served: Served) -> str:
@@ -106,7 +128,7 @@ def until_it_is_over(served: Served) -> Story:
                 agent.poll(leaving=True)
         return served.process.poll() is not None
 
-    wait_for(over, 60.0, "the end of the run", served.said)
+    wait_for(over, "the end of the run", served.said)
     assert served.process.returncode == 0, served.said()
     served.replays()
     story = Story(served.folder)
@@ -115,9 +137,11 @@ def until_it_is_over(served: Served) -> Story:
 
 
 @contextmanager
-def a_round_but_for_one_update(folder: Path, rounds: int = 1) -> Iterator[tuple[Served, Path, Path, Callable[[], str]]]:
+def a_round_but_for_one_update(
+    folder: Path, rounds: int = 1, way: str = ""
+) -> Iterator[tuple[Served, Path, Path, Callable[[], str]]]:
     """A coordinator, its first model, the update that north handed in, and what hands in that of south."""
-    with serving(folder, PAIR, ends=True, rounds=rounds, **FEDAVG) as served:
+    with serving(folder, PAIR, ends=True, rounds=rounds, prefix=prefix_for(way), **FEDAVG) as served:
         (model,) = objects(served.folder)
         for name in PAIR:
             served.facility(name).poll()
@@ -147,12 +171,12 @@ def test_a_file_that_a_model_is_made_of_is_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str, which: str
 ) -> None:
     harm, advice = WAYS[way]
-    with a_round_but_for_one_update(tmp_path) as (served, model, arrived, hand_in):
+    with a_round_but_for_one_update(tmp_path, way=way) as (served, model, arrived, hand_in):
         bad, called = (model, "model 0") if which == "model" else (arrived, "the update of north/0")
         with harm(bad):
             answer = hand_in()
             assert answer == "accepted" or (which == "model" and f"objects/{bad.name}" in answer)
-            wait_for(lambda: state(served).startswith("paused"), 30.0, "it is held", served.said)
+            wait_for(lambda: state(served).startswith("paused"), "it is held", served.said)
             for _ in range(2):
                 said = shown(capsys, "status", served)
                 for word in (f"the coordinator's own copy of {called}", f"objects/{bad.name}", advice):
@@ -163,7 +187,7 @@ def test_a_file_that_a_model_is_made_of_is_waited_for(
             assert Story(served.folder).versions == []
         shown(capsys, "resume", served)  # it need not wait for its next try
         if answer != "accepted":
-            wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+            wait_for(lambda: hand_in() == "accepted", "the update is taken", served.said)
         story = until_it_is_over(served)
     assert story.versions == [1]
     assert [fate for _, fate in story.fates] == ["aggregated", "aggregated"]
@@ -173,7 +197,7 @@ def test_a_file_that_a_model_is_made_of_is_waited_for(
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_facility_that_fetches_a_model_comes_again(tmp_path: Path, way: str, restarted: bool) -> None:
     harm, advice = WAYS[way]
-    with serving(tmp_path, PAIR, **FEDAVG, rounds=1) as served:
+    with serving(tmp_path, PAIR, **FEDAVG, rounds=1, prefix=prefix_for(way)) as served:
         for name in PAIR:
             served.facility(name).poll()
         (model,) = objects(served.folder)
@@ -186,11 +210,11 @@ def test_a_facility_that_fetches_a_model_comes_again(tmp_path: Path, way: str, r
             for _ in range(3):
                 with pytest.raises(CoordinatorUnreachableError) as refused:
                     north.client.download(0, target, model.stem)
-                wait_for(lambda: state(served).startswith("paused"), 30.0, "it is held", served.said)
+                wait_for(lambda: state(served).startswith("paused"), "it is held", served.said)
             assert "model 0 cannot be sent" in str(refused.value)
             assert f"objects/{model.name}" in state(served)
             assert advice in state(served)
-        wait_for(lambda: state(served) == "running", 30.0, "it goes on", served.said)
+        wait_for(lambda: state(served) == "running", "it goes on", served.said)
         north.client.download(0, target, model.stem)
         assert target.read_bytes() == right
 
@@ -201,11 +225,11 @@ def test_a_model_that_changed_is_scored_when_it_is_put_back(tmp_path: Path, way:
     go = tmp_path / "go"
     command = f"while [ ! -e {go} ]; do sleep 0.05; done; echo '{{\"score\": 0.5}}'"
     evaluation = {"where": "coordinator", "command": command}
-    with serving(tmp_path, PAIR, **FEDAVG, rounds=1, evaluation=evaluation) as served:
+    with serving(tmp_path, PAIR, **FEDAVG, rounds=1, evaluation=evaluation, prefix=prefix_for(way)) as served:
         (model,) = objects(served.folder)
         with harm(model):
             restart(served)  # before it has its score
-            wait_for(lambda: "model 0 cannot be scored" in served.said(), 30.0, "it is found", served.said)
+            wait_for(lambda: "model 0 cannot be scored" in served.said(), "it is found", served.said)
             assert f"objects/{model.name}" in served.said()
             assert advice in served.said()
             go.touch()
@@ -213,7 +237,7 @@ def test_a_model_that_changed_is_scored_when_it_is_put_back(tmp_path: Path, way:
                 served.facility(name).poll()
             assert state(served).startswith("paused")
             assert served.status()["score"] is None
-        wait_for(lambda: served.status()["score"] == 0.5, 30.0, "it is scored", served.said)
+        wait_for(lambda: served.status()["score"] == 0.5, "it is scored", served.said)
         assert main(["models", str(served.folder), "best", "--out", str(tmp_path / "best.safetensors")]) == 0
         assert (tmp_path / "best.safetensors").read_bytes() == model.read_bytes()
         assert state(served) == "running"
@@ -230,7 +254,7 @@ def a_better_first_model(folder: Path) -> Iterator[tuple[Served, Path]]:
             served.facility(name).poll()
         for name in PAIR:
             served.facility(name).hand_in(served.facility(name).running(), update(folder, 0.5))
-        wait_for(lambda: served.status()["score"] == 0.6, 30.0, "model 1 is scored", served.said)
+        wait_for(lambda: served.status()["score"] == 0.6, "model 1 is scored", served.said)
         yield served, model
 
 
@@ -283,10 +307,10 @@ def test_a_ledger_that_is_taken_away_is_put_back(tmp_path: Path, way: str) -> No
         else:
             for path in served.folder.glob("ledger.sqlite*") if way == "with its log" else [ledger]:
                 path.unlink()
-        wait_for(lambda: "nothing is lost" in served.said(), 30.0, "it is put back", served.said)
+        wait_for(lambda: "nothing is lost" in served.said(), "it is put back", served.said)
         assert len(Story(served.folder).events(UpdateArrived)) == 1
         restart(served)
-        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        wait_for(lambda: hand_in() == "accepted", "the update is taken", served.said)
         story = until_it_is_over(served)
     assert story.versions == [1]
     assert [fate for _, fate in story.fates] == ["aggregated", "aggregated"]
@@ -305,7 +329,7 @@ def test_a_run_is_not_begun_anew_in_its_folder_when_a_file_of_it_is_gone_or_dama
             assert "put" in line
             assert "back" in line
         restart(served)
-        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
+        wait_for(lambda: hand_in() == "accepted", "the update is taken", served.said)
         assert until_it_is_over(served).versions == [1]
 
 
@@ -316,8 +340,8 @@ def test_too_many_open_files_are_waited_for(tmp_path: Path, capsys: pytest.Captu
         used = [int(name) for name in os.listdir(f"/proc/{served.process.pid}/fd")]
         # The update can be taken, one file at a time; the model needs several at once.
         resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (max(used) + 2, hard))
-        wait_for(lambda: hand_in() == "accepted", 30.0, "the update is taken", served.said)
-        wait_for(lambda: state(served).startswith("paused"), 30.0, "it is held", served.said)
+        wait_for(lambda: hand_in() == "accepted", "the update is taken", served.said)
+        wait_for(lambda: state(served).startswith("paused"), "it is held", served.said)
         assert "ulimit -n" in state(served)
         assert "make room" not in state(served)
         resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
@@ -328,11 +352,11 @@ def test_an_operators_pause_stays_when_the_fault_is_mended(tmp_path: Path, capsy
     with a_round_but_for_one_update(tmp_path, rounds=2) as (served, _, arrived, hand_in):
         with moved_away(arrived):
             assert hand_in() == "accepted"
-            wait_for(lambda: arrived.name in state(served), 30.0, "it is held", served.said)
+            wait_for(lambda: arrived.name in state(served), "it is held", served.said)
             shown(capsys, "pause", served)
             restart(served)
             assert arrived.name in state(served)
-        wait_for(lambda: arrived.name not in state(served), 30.0, "it goes on", served.said)
+        wait_for(lambda: arrived.name not in state(served), "it goes on", served.said)
         assert shown(capsys, "status", served).splitlines()[0].endswith("paused")
         assert not served.facility("north").poll()["orders"]
         shown(capsys, "resume", served)
@@ -345,11 +369,40 @@ def test_a_run_that_is_held_can_be_stopped(tmp_path: Path, capsys: pytest.Captur
     with a_round_but_for_one_update(tmp_path) as (served, _, arrived, hand_in):
         with moved_away(arrived):
             assert hand_in() == "accepted"
-            wait_for(lambda: arrived.name in state(served), 30.0, "it is held", served.said)
+            wait_for(lambda: arrived.name in state(served), "it is held", served.said)
             shown(capsys, "stop", served)
             story = until_it_is_over(served)
         assert story.versions == []
         assert not {fate for _, fate in story.fates} - {"after_end"}
+
+
+def test_a_sum_that_overflows_holds_the_run_until_it_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file is at fault, so nothing can be put back: what both hand in is finite, and twice that is not."""
+    every_one = {"steps": 10, "buffer": 1, "alpha": 1.0, "exponent": 0.0}  # each changes the model by all of itself
+    server = {"wait_for": 2}
+    with serving(tmp_path, PAIR, ends=True, rounds=9, strategy="fedbuff", options=every_one, server=server) as served:
+        for name in PAIR:
+            served.facility(name).poll()
+        orders = {name: served.facility(name).running() for name in PAIR}
+        assert served.agents["north"].hand_in(orders["north"], update(tmp_path, 3e38))["status"] == "accepted"
+        wait_for(lambda: served.status()["model"] == 1, "the first model", served.said)
+        assert served.agents["south"].hand_in(orders["south"], update(tmp_path, 3e38))["status"] == "accepted"
+        wait_for(lambda: state(served).startswith("paused"), "it is held", served.said)
+        for _ in range(2):
+            said = " ".join(shown(capsys, "status", served).split())
+            assert "paused: model 2 cannot be made: tensor 'weight' is not finite once summed as float32" in said
+            assert "`fedqueue stop` ends the run with the models that there are" in said
+            assert "put" not in said
+            assert "please report" not in said
+            restart(served)
+            wait_for(lambda: state(served).startswith("paused"), "it is still held", served.said)
+        shown(capsys, "stop", served)
+        story = until_it_is_over(served)
+    assert story.versions == [1]
+    assert sorted(fate for _, fate in story.fates if fate != "after_end") == ["aggregated"]
+    assert (served.folder / "model.safetensors").is_file()
 
 
 def test_real_agents_sit_out_three_rounds_without_a_model(tmp_path: Path) -> None:
@@ -366,7 +419,7 @@ def test_real_agents_sit_out_three_rounds_without_a_model(tmp_path: Path) -> Non
             end = time.monotonic() + 3 * tree["run"]["round_length"]
             run.run_until(lambda: time.monotonic() > end, "three rounds")
             assert not run.happened(RunResumed), run.tails()
-        run.run_to_end(120.0)
+        run.run_to_end()
         story = check(run, rounds=8)
         resumed = story.events(RunResumed)[0]
         assert resumed.at < before + 1.5, "the run clock went on"

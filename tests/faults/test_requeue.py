@@ -6,10 +6,15 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from fedqueue.agent.schedulers import LocalScheduler, LocalSettings
-from fedqueue.protocol.messages import JobFailed, JobRequeued, JobStarted, SubmitRefused
+from fedqueue.protocol.messages import JobFailed, JobRequeued, JobStarted, Record, SubmitRefused
 from tests.faults.facts import check, ended_with
-from tests.faults.harness import Run, free_port, tree_of, until
+from tests.faults.harness import Run, free_port, tree_of
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.waits(12)
 
 WALL = 60.0
 HELD = 8.0
@@ -30,7 +35,7 @@ def requeue(run: Run) -> None:
     first = run.home("north") / "jobs/0/attempt-0"
     run.run_until(lambda: (first / "listens").exists(), "the first job of north runs")
     LocalScheduler(LocalSettings(), run.home("north")).requeue(run.jobs_running("north")[0]["name"])
-    until(lambda: (first / "result.json").exists(), "it hands in")
+    wait_for(lambda: (first / "result.json").exists(), "it hands in")
 
 
 def test_a_job_run_again_after_it_handed_in_is_ended_and_what_it_handed_in_counts(tmp_path: Path) -> None:
@@ -39,7 +44,7 @@ def test_a_job_run_again_after_it_handed_in_is_ended_and_what_it_handed_in_count
         requeue(run)
         run.run_to_end()
         story = check(run, rounds=2)
-        assert ("north/0", 0) in story.receipts
+        assert ("north/0", 0, 0) in story.receipts
         assert not story.events(JobFailed)
         assert not story.events(JobRequeued)
         ended_with(run)
@@ -56,21 +61,22 @@ def test_it_is_ended_by_the_next_agent_and_its_time_counts(tmp_path: Path) -> No
         run.run_until(lambda: run.happened(JobStarted, "north/0"), "the first job of north runs")
         run.stop("north")
         requeue(run)
-        until(lambda: again.exists() and run.jobs_running("north")[0]["phase"] == "running", "it runs again")
+        wait_for(lambda: again.exists() and run.jobs_running("north")[0]["phase"] == "running", "it runs again")
         (home / "scheduler").rename(home / "away")
         (home / "scheduler").write_text("not a folder")
         run.start("north")
         run.run_until(lambda: "run again" in run.log("north"), "the agent knows that it is to be ended")
         run.stop("north")
-        until(lambda: time.time() - again.stat().st_mtime > HELD, "it held its node for a while", 60.0)
+        wait_for(lambda: time.time() - again.stat().st_mtime > HELD, "it held its node for a while")
         (home / "scheduler").unlink()
         (home / "away").rename(home / "scheduler")
         assert run.jobs_running("north"), "it was ended before: this shows nothing"
         run.start("north")
         run.run_to_end()
         story = check(run, rounds=2)
-        assert ("north/0", 0) in story.receipts
-        refused = story.events(SubmitRefused)[-1]
-        assert not refused.transient
-        assert "node-hours are used: the facility's cap" in refused.reason
+        assert ("north/0", 0, 0) in story.receipts
+        assert not story.events(SubmitRefused), "the coordinator knew that nothing fits"
+        (out,) = [c.facts for c in story.commands(Record) if c.kind == "suspended"]
+        assert (out["facility"], out["until"]) == ("north", None)
+        assert "its cap on node-hours leaves" in str(out["reason"])
         ended_with(run, -signal.SIGKILL)

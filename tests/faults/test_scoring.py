@@ -10,9 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fedqueue.protocol.messages import ModelReady, ModelScored
 from tests.faults.facts import check, ended_with
 from tests.faults.harness import COORDINATOR, FACILITIES, WORKER, Run, free_port, tree_of
+
+pytestmark = pytest.mark.waits(20)
 
 SCORE = shlex.join([sys.executable, "-I", "-S", str(WORKER)])
 PATIENCE = 600.0
@@ -45,7 +49,7 @@ def test_an_agent_that_only_visits_brings_every_score_that_its_jobs_made(tmp_pat
             run.actors[name].argv.append("--once")
             run.actors[name].visits = True
         run.start()
-        run.run_until(lambda: run.actors[COORDINATOR].done, "the end of the run", 180.0)
+        run.run_until(lambda: run.actors[COORDINATOR].done, "the end of the run")
         results = run.home("north").glob("jobs/eval-*/attempt-*/result.json")
         made = {int(path.parent.parent.name.removeprefix("eval-")) for path in results}
         assert len(made) >= 2
@@ -60,7 +64,7 @@ def test_a_job_that_scores_and_is_lost_is_tried_again(tmp_path: Path) -> None:
     first = 'mkdir "$FEDQUEUE_JOB/killed" 2>/dev/null && kill -9 $$'
     with scored_by_north(tmp_path, f"{first}; exec {SCORE}") as run:
         run.start()
-        run.run_to_end(120.0)
+        run.run_to_end()
         begun = {int(path.name.removeprefix("eval-")) for path in run.home("north").glob("jobs/eval-*")}
         assert last(run) in begun
         assert scores(run) == begun
@@ -75,7 +79,7 @@ def test_a_model_that_cannot_be_scored_is_named_with_the_reason_and_the_run_ends
     with scored_by_north(tmp_path, "echo the test samples are not here >&2; exit 3", rounds=2) as run:
         began = time.monotonic()
         run.start()
-        run.run_to_end(120.0)
+        run.run_to_end()
         assert time.monotonic() - began < PATIENCE
         assert not scores(run)
         said = run.log(COORDINATOR)
@@ -96,7 +100,7 @@ def test_the_last_model_is_scored_when_its_agent_is_killed_and_comes_back_late(t
         gate.unlink()
         run.run_until(lambda: run.actors["south"].done, "south goes, since nobody needs it")
         run.start("north")
-        run.run_to_end(120.0)
+        run.run_to_end()
         assert last(run) in scores(run)
         summary = json.loads((run.folder / "summary.json").read_text())
         assert summary["score"]["final"] == 0.5

@@ -12,7 +12,7 @@ from typing import Final
 
 from fedqueue.agent.http_transport import Client
 from fedqueue.errors import ConfigError, StorageError
-from fedqueue.files import write_secret
+from fedqueue.files import only_mine, only_ours, write_secret
 from fedqueue.protocol.codec import encode, read
 from fedqueue.protocol.contract import Invitation
 
@@ -20,6 +20,7 @@ FILE: Final = "credential"
 MARK: Final = "fedqueue1:"
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a facility, as in the config of a run. It comes from the coordinator, and goes into files and scripts here."""
+GROUP: Final = "agent.group_may_write"
 SECRET: Final = re.compile(r"[A-Za-z0-9_-]{16,200}")
 
 
@@ -32,6 +33,7 @@ class Enrolment:
     credential: str
     certificate: str | None = None  # PEM, where the coordinator's is of its own making
     run: str = ""  # which one
+    federation: bool = False  # with all its runs
 
     def __post_init__(self) -> None:
         texts = (self.url, self.facility, self.credential, self.certificate or "", self.run)
@@ -45,13 +47,11 @@ class Enrolment:
         write_secret(home / FILE, json.dumps(vars(self)))
 
     @classmethod
-    def load(cls, home: Path) -> Enrolment:
+    def load(cls, home: Path, *, group_may_write: bool = False) -> Enrolment:
         path = home / FILE
         try:
-            if path.stat().st_mode & 0o077:
-                raise ConfigError(f"{path}: others may read it; `chmod 600 {path}`, and have it revoked if they did")
-            if home.stat().st_mode & 0o002:
-                raise ConfigError(f"{home}: everybody may write to it, and so to your jobs; `chmod o-w {home}`")
+            only_mine(path)
+            only_ours(home, group="" if group_may_write else GROUP)
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise ConfigError(f"{home}: this facility is not enrolled; `fedqueue enroll AGENT.toml`") from None
@@ -78,11 +78,12 @@ def word_of(invitation: Invitation) -> str:
     return MARK + base64.urlsafe_b64encode(encode(invitation).encode()).decode()
 
 
-def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
+def enrol(text: str, home: Path, proxy: str | None, *, group_may_write: bool = False) -> Enrolment:
     """Use an invitation; the credential is in the home then."""
     held = _open(text)
     make_home(home)  # while the invitation is still good
-    if (home / FILE).exists() and Enrolment.load(home).run not in ("", held.run):
+    only_ours(home, group="" if group_may_write else GROUP)
+    if (home / FILE).exists() and Enrolment.load(home, group_may_write=group_may_write).run not in ("", held.run):
         raise ConfigError(
             f"{home}: belongs to another run, whose jobs and journal it holds; name another home for this one"
         )
@@ -92,20 +93,29 @@ def enrol(text: str, home: Path, proxy: str | None) -> Enrolment:
             ca = Path(folder) / "coordinator.pem"
             ca.write_text(held.certificate)
         client = Client(held.url, ca=ca, proxy=proxy)
-        answer = client.enrol(held.token)
-        client.close()
+        try:
+            answer = client.enrol(held.token)
+        except ConfigError as error:
+            raise _no_enrolment(held.url, error) from None
+        finally:
+            client.close()
     try:
         made = Enrolment(
             url=held.url,
-            facility=answer.get("facility", ""),
-            credential=answer.get("credential", ""),
+            facility=answer.facility,
+            credential=answer.credential,
             certificate=held.certificate,
             run=held.run,
+            federation=not held.run,
         )
     except ValueError as error:
-        raise ConfigError(f"{held.url}: its answer is no enrolment: {error}; is it a coordinator?") from None
+        raise _no_enrolment(held.url, error) from None
     made.save(home)
     return made
+
+
+def _no_enrolment(url: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{url}: its answer is no enrolment: {error}; is it a coordinator?")
 
 
 def _open(text: str) -> Invitation:

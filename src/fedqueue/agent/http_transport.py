@@ -5,22 +5,28 @@ TLS is always verified. Plain http is for loopback only, and never goes through 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import re
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPException
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from urllib.request import getproxies_environment, proxy_bypass
 
 import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import HTTPError, LocationParseError, LocationValueError
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 from urllib3.util import Url, make_headers, parse_url
@@ -31,15 +37,28 @@ from fedqueue.agent.transport import (
     CoordinatorRefusedError,
     CoordinatorUnreachableError,
     CoordinatorUntrustedError,
-    Refusal,
     TransportError,
 )
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import ArrivingFile
 from fedqueue.network import is_loopback
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import REASON_LENGTH, Answer, Verdict, one_line
+from fedqueue.protocol.contract import REASON_LENGTH, Answer, Invitation, Verdict, one_line
 from fedqueue.protocol.reports import Handin, Poll
+from fedqueue.protocol.service import (
+    Done,
+    Enrolled,
+    EnrolmentRequest,
+    FederationStatus,
+    Offset,
+    Refusal,
+    RefusalBody,
+    RunStatus,
+    SiteAnswer,
+    SitePoll,
+    Submission,
+    Submitted,
+)
 
 T = TypeVar("T")
 
@@ -48,6 +67,10 @@ PIECE_BYTES: Final = 64 << 20
 BUFFER_BYTES: Final = 1 << 20
 ANSWER_BYTES: Final = 16 << 20
 """The longest JSON answer that is read."""
+EXCHANGE_SECONDS: Final = 180.0
+"""That a request and its answer may take, beside what their files take."""
+LEAST_RATE: Final = 16 << 10
+"""Bytes a second, with which these must come."""
 LATER: Final = frozenset({408, 425, 429})
 """Refusals that mean "not now", beside every 5xx."""
 REFUSALS: Final[Mapping[int, Refusal]] = {401: "not allowed", 403: "not allowed", 410: "superseded"}
@@ -56,19 +79,20 @@ REFUSALS: Final[Mapping[int, Refusal]] = {401: "not allowed", 403: "not allowed"
 class HttpRefusedError(CoordinatorRefusedError):
     """With what only HTTP knows of it."""
 
-    def __init__(self, url: str, status: int, reason: str, answer: Json | None = None) -> None:
-        self.status, self.answer = status, answer or {}
+    def __init__(self, url: str, status: int, reason: str, answer: RefusalBody | None = None) -> None:
+        self.status, self.answer = status, answer or RefusalBody(reason=reason)
         refusal: Refusal = REFUSALS.get(status, "refused")
-        if "received" in self.answer:
+        if self.answer.received is not None:
             refusal = "set back"
-        elif "offset" in self.answer:
+        elif self.answer.offset is not None:
             refusal = "other bytes"
         super().__init__(f"{url}: refused with status {status}: {reason}", reason, refusal)
 
 
-def update_path(sequence: int, attempt: int, sha256: str) -> str:
-    """Where the update of a job's attempt is sent to (PUT), asked about (GET) and committed (POST)."""
-    return f"/v1/updates/{sequence}/{attempt}/{sha256}"
+def update_path(sequence: int, attempt: int, sha256: str, part: int = 0) -> str:
+    """Where an update is sent to (PUT), asked about (GET) and committed (POST)."""
+    which = f"{attempt}/part-{part}" if part else f"{attempt}"
+    return f"/v1/updates/{sequence}/{which}/{sha256}"
 
 
 class Client:
@@ -88,6 +112,7 @@ class Client:
         connect_timeout: float = 10.0,
         read_timeout: float = 60.0,
         retries: int = 6,
+        exchange_seconds: float = EXCHANGE_SECONDS,
         backoff: float = 1.0,
         longest_backoff: float = 30.0,
         piece_bytes: int = PIECE_BYTES,
@@ -99,7 +124,8 @@ class Client:
         self._backoff = backoff
         self._longest_backoff = longest_backoff
         self._piece_bytes = piece_bytes
-        settings: Json = {
+        self._exchange_seconds = exchange_seconds
+        settings: Json = {  # of urllib3
             "timeout": urllib3.Timeout(connect=connect_timeout, read=read_timeout),
             "retries": False,  # they are made here, where it is known what has arrived
             "maxsize": 4,
@@ -115,20 +141,55 @@ class Client:
             headers = make_headers(proxy_basic_auth=unquote(through.auth)) if through.auth else None
             bare = through._replace(auth=None).url
             self._pool = urllib3.ProxyManager(bare, proxy_headers=headers, **settings)
+        self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
 
     def close(self) -> None:
         self._pool.clear()
+
+    def of(self, run: str) -> Client:
+        """To one run of a federation, over the same connections."""
+        other = copy.copy(self)
+        other.url = f"{self.url}/runs/{quote(run, safe='')}"
+        return other
+
+    def poll_all(self, said: SitePoll) -> SiteAnswer:
+        answer = self._checked(SiteAnswer, self.call("POST", "/v1/poll", said))
+        return replace(answer, over={run: _text(why) or "" for run, why in answer.over.items()})
 
     def poll(self, said: Poll) -> Answer:
         answer = self._checked(Answer, self.call("POST", "/v1/poll", said))
         return replace(answer, over=_text(answer.over))
 
     def commit(self, sequence: int, attempt: int, sha256: str, handin: Handin) -> Verdict:
-        verdict = self._checked(Verdict, self.call("POST", update_path(sequence, attempt, sha256), handin))
+        verdict = self._checked(Verdict, self.call("POST", update_path(sequence, attempt, sha256, handin.part), handin))
         return replace(verdict, reason=_text(verdict.reason))
 
-    def enrol(self, token: str) -> Json:
-        return self.call("POST", "/v1/enroll", {"token": token})
+    def enrol(self, token: str) -> Enrolled:
+        return read(Enrolled, self.call("POST", "/v1/enroll", EnrolmentRequest(token=token)), "")
+
+    # What an operator says
+
+    def status(self) -> RunStatus:
+        return self._checked(RunStatus, self.call("GET", "/v1/status"))
+
+    def steer(self, word: str) -> Done:
+        """Tell the run: pause, resume or stop."""
+        return self._checked(Done, self.call("POST", f"/v1/run/{word}"))
+
+    def tell(self, facility: str, word: str) -> Done:
+        """Have a facility treated so: drain, join or revoke."""
+        return self._checked(Done, self.call("POST", f"/v1/facilities/{quote(facility, safe='')}/{word}"))
+
+    def invite(self, facility: str) -> Invitation:
+        return self._checked(Invitation, self.call("POST", f"/v1/facilities/{quote(facility, safe='')}/invite"))
+
+    def federation(self) -> FederationStatus:
+        return self._checked(FederationStatus, self.call("GET", "/v1/federation"))
+
+    def submit(self, submission: Submission) -> Submitted:
+        return self._checked(Submitted, self.call("POST", "/v1/runs", submission))
+
+    # How it is said
 
     def call(self, method: str, path: str, body: object = None) -> Json:
         """Sends JSON and returns the JSON object answered, for 200 and 202 alike. One try."""
@@ -136,9 +197,9 @@ class Client:
         headers = {} if data is None else {"Content-Type": "application/json"}
         return self._ask(method, path, headers, data)
 
-    def upload(self, path: Path, sequence: int, attempt: int, sha256: str) -> None:
+    def upload(self, path: Path, sequence: int, attempt: int, sha256: str, part: int = 0) -> None:
         """Sends what the coordinator does not have of the file yet. To `commit` it comes afterwards."""
-        place = update_path(sequence, attempt, sha256)
+        place = update_path(sequence, attempt, sha256, part)
         tries = _Tries(self._retries, self._backoff, self._longest_backoff)
         buffer = bytearray(BUFFER_BYTES)
         with path.open("rb", buffering=0) as file:
@@ -147,7 +208,9 @@ class Client:
             while True:
                 try:
                     if have is None:
-                        have = self._offset(place, total, self._ask("GET", place, {}, None))
+                        have = self._offset(
+                            place, total, self._checked(Offset, self._ask("GET", place, {}, None)).offset
+                        )
                         tries.progress(have)
                     if have == total:
                         return
@@ -158,7 +221,7 @@ class Client:
                         {"Content-Length": str(length), "Content-Type": "application/octet-stream"},
                         _pieces(file.fileno(), have, length, buffer),
                     )
-                    have = self._offset(place, total, answer)
+                    have = self._offset(place, total, self._checked(Offset, answer).offset)
                     tries.progress(have)
                 except CoordinatorUntrustedError:
                     raise
@@ -166,9 +229,9 @@ class Client:
                     have = None  # how much of the piece arrived only the coordinator knows
                     tries.failed(error)
                 except HttpRefusedError as error:
-                    if error.status != 409 or "offset" not in error.answer:
+                    if error.status != 409 or error.answer.offset is None:
                         raise
-                    have = self._offset(place, total, error.answer)
+                    have = self._offset(place, total, error.answer.offset)
                     tries.failed(CoordinatorUnreachableError(f"{self.url}{place}: never has what it says it has"))
 
     def download(self, version: int, target: Path, sha256: str | None = None) -> str:
@@ -197,7 +260,8 @@ class Client:
                     return wanted
                 if restarted:
                     raise CoordinatorUnreachableError(
-                        f"{self.url}{path}: its sha256 is {part.sha256()}, expected {wanted}; the transfer is damaged"
+                        f"{self.url}{path}: its sha256 is {part.sha256()}, expected {one_line(wanted)[:64]}; "
+                        "the transfer is damaged"
                     )
                 # What was left from an earlier try may have been of another file: once more from the start.
                 part.restart()
@@ -226,16 +290,19 @@ class Client:
                 raise CoordinatorUnreachableError(f"{self.url}{path}: answered with another range than was asked for")
             if not re.fullmatch("[0-9a-f]{64}", named):
                 raise HttpRefusedError(self.url + path, response.status, "its ETag is no sha256")
-            if not re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", "")):
+            length = response.headers.get("Content-Length", "")
+            if not re.fullmatch("[0-9]{1,18}", length) or "Transfer-Encoding" in response.headers:
                 raise HttpRefusedError(self.url + path, response.status, "it has no Content-Length")
-            end = part.have + int(response.headers["Content-Length"])
+            part.needs(int(length))
+            _exchange.deadline.allow(int(length) / LEAST_RATE)
+            end = part.have + int(length)
             part.fill(_body(response))
             if part.have != end:
                 raise CoordinatorUnreachableError(f"{self.url}{path}: the connection was cut")
         return named
 
     @staticmethod
-    def _checked(kind: type[T], given: Json) -> T:
+    def _checked(kind: type[T], given: object) -> T:
         """An agent checks all that a coordinator says before it notes, writes or names anything of it."""
         try:
             return read(kind, given, "answer")
@@ -245,11 +312,10 @@ class Client:
                 f"the coordinator's answer is none that this agent knows: {what}"
             ) from None
 
-    def _offset(self, place: str, total: int, answer: Mapping[str, Any]) -> int:
-        have = answer.get("offset")
-        if type(have) is not int or not 0 <= have <= total:
+    def _offset(self, place: str, total: int, have: int) -> int:
+        if not 0 <= have <= total:
             raise HttpRefusedError(
-                self.url + place, 200, f"claims to have {str(have)[:40]!r} of {total:,} bytes; is it another file?"
+                self.url + place, 200, f"claims to have {str(have)[:40]} of {total:,} bytes; is it another file?"
             )
         return have
 
@@ -266,12 +332,13 @@ class Client:
 
     def _raise_for(self, path: str, response: BaseHTTPResponse) -> NoReturn:
         content = response.read(BUFFER_BYTES)
-        answer = _json_object(content) or {}
+        answer = _json_object(content) or {}  # a proxy may have said it
         told = next((str(answer[key]) for key in ("reason", "error", "detail") if key in answer), "")
-        reason = (" ".join((told or content[:300].decode(errors="replace")).split()) or "no reason given")[:300]
+        reason = (one_line(told or content[:300].decode(errors="replace")) or "no reason given")[:300]
         if response.status >= 500 or response.status in LATER:
             raise CoordinatorBusyError(f"{self.url}{path}: cannot serve now ({response.status}): {reason}", reason)
-        raise HttpRefusedError(self.url + path, response.status, reason, answer)
+        numbers = {name: answer[name] for name in ("received", "offset") if type(answer.get(name)) is int}
+        raise HttpRefusedError(self.url + path, response.status, reason, RefusalBody(reason=reason, **numbers))
 
     def _unreachable(self, error: BaseException) -> CoordinatorUnreachableError:
         causes = [error]
@@ -283,7 +350,7 @@ class Client:
                     f"{self.url}: its certificate is not trusted ({cause.verify_message}); if it is the right one, "
                     "name its file as `ca`"
                 )
-        why = " ".join(str(causes[-1]).split())[:300] or type(causes[-1]).__name__
+        why = one_line(str(causes[-1]))[:300] or type(causes[-1]).__name__
         return CoordinatorUnreachableError(f"{self.url}: cannot be reached: {why}")
 
     @contextmanager
@@ -293,6 +360,8 @@ class Client:
         if self.credential is not None:
             sent["Authorization"] = f"Bearer {self.credential}"
         response: BaseHTTPResponse | None = None
+        length = int(headers.get("Content-Length", "0"))
+        deadline = _exchange.deadline = _Deadline(self._exchange_seconds + length / LEAST_RATE)
         try:
             # Redirects are refused: the credential goes to no other place than the one that was configured.
             options = {"headers": sent, "body": body, "redirect": False, "preload_content": False}
@@ -302,10 +371,106 @@ class Client:
             response.release_conn()
             response = None
         except (HTTPError, HTTPException, OSError) as error:
+            if deadline.has_passed:
+                raise CoordinatorUnreachableError(f"{self.url}{path}: it takes longer than it may") from None
             raise self._unreachable(error) from None
         finally:
+            deadline.over()
             if response is not None:  # its connection is in the middle of something
                 response.close()
+
+
+class _Deadline:
+    """Ends an exchange that takes longer than it may, however the other side keeps it going: byte by byte it could for
+    ever, since each read would be in time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
+        self._line: socket.socket | None = None
+        self.has_passed = False
+        self._wait()
+
+    def _wait(self) -> None:
+        self._timer = threading.Timer(max(0.0, self._ends - time.monotonic()), self._look)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def allow(self, seconds: float) -> None:
+        """So much longer."""
+        self._ends += seconds
+
+    def watch(self, line: socket.socket) -> None:
+        self._let_go()
+        self._line = line.dup()  # what closes the connection does not end what is still read from it
+        if self.has_passed:
+            self._cut()
+
+    def over(self) -> None:
+        self._ends = inf
+        self._timer.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _look(self) -> None:
+        if self._ends == inf:
+            return
+        if time.monotonic() < self._ends:
+            self._wait()
+            return
+        self.has_passed = True
+        self._cut()
+
+    def _cut(self) -> None:
+        line = self._line
+        if line is not None:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+
+class _Exchange(threading.local):
+    deadline: _Deadline  # of the one that this thread is at
+
+
+_exchange = _Exchange()
+
+
+class _Connection(HTTPConnection):
+    """Can be cut at any moment, also in the middle of a handshake, when its own socket belongs to nobody."""
+
+    _line: socket.socket | None = None
+
+    def _new_conn(self) -> socket.socket:
+        made = super()._new_conn()
+        self._line = made.dup()
+        _exchange.deadline.watch(self._line)
+        return made
+
+    def request(self, *args: Any, **changes: Any) -> None:
+        if self._line is not None:
+            _exchange.deadline.watch(self._line)
+        super().request(*args, **changes)
+
+    def close(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        super().close()
+
+
+class _SecureConnection(_Connection, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
 
 
 class _Tries:

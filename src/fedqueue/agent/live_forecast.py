@@ -13,14 +13,14 @@ from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fedqueue.agent.agent_state import Work
+from fedqueue.agent.jobs import Jobs
+from fedqueue.agent.journal import SiteJob
 from fedqueue.agent.schedulers import SchedulerUnreachableError
-from fedqueue.agent.station import Station
 from fedqueue.errors import FedQueueError
 from fedqueue.files import write_json
 from fedqueue.forecasting.state import Kind, Listed, events, tell_differences
 from fedqueue.protocol.predict.base import Forecast
-from fedqueue.protocol.reports import Foreseen
+from fedqueue.protocol.reports import ForecastMade
 
 if TYPE_CHECKING:
     from fedqueue.forecasting.boosting import Boosting
@@ -40,20 +40,25 @@ class Sight(Protocol):
     def forecast(self, now: float, wall_seconds: float) -> Forecast | None:
         """None: nothing can be said yet. Raises SchedulerUnreachableError."""
 
-    def submitted(self, work: Work) -> None: ...
+    def submitted(self, work: SiteJob) -> None: ...
 
-    def waits(self, work: Work) -> None:
+    def waits(self, work: SiteJob) -> None:
         """It has not started yet."""
 
-    def started(self, work: Work, at: float) -> None: ...
+    def started(self, work: SiteJob, at: float) -> None: ...
 
     def gone(self, sequence: int) -> None:
         """It will not start any more, or nobody will say when it did."""
 
 
 class LiveForecast:
-    def __init__(self, station: Station) -> None:
-        self._station = station
+    @classmethod
+    def of(cls, jobs: Jobs) -> LiveForecast | None:
+        """None: the config does not ask for it."""
+        return cls(jobs) if jobs.settings.forecast != "off" else None
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
         self._sight: Sight | None = None
         self._followed: dict[int, bool] = {}  # our jobs at the scheduler: whether their start was told
         self._next = 0.0  # monotonic
@@ -61,9 +66,9 @@ class LiveForecast:
 
     def turn(self) -> None:
         """Look, every `forecast_seconds`; what is new is noted as a report."""
-        due = time.monotonic() >= self._next and bool(self._station.memory.works)
+        due = time.monotonic() >= self._next and bool(self._jobs.memory.works)
         if due:
-            self._next = time.monotonic() + self._station.settings.forecast_seconds
+            self._next = time.monotonic() + self._jobs.settings.forecast_seconds
         self._with_sight(looks=due)
 
     def follow(self) -> None:
@@ -71,29 +76,27 @@ class LiveForecast:
         self._with_sight(looks=False)
 
     def _with_sight(self, *, looks: bool) -> None:
-        if self._station.settings.forecast == "off":
-            return
         try:
             if self._sight is None:
-                self._sight = _sight(self._station)
+                self._sight = _sight(self._jobs)
             self._follow(self._sight)
             if looks:
                 self._look(self._sight)
         except SchedulerUnreachableError:
             return  # who watches the jobs says so
         except FedQueueError as error:
-            self._station.trouble("forecast", f"no forecast: {error}")
+            self._jobs.trouble("forecast", f"no forecast: {error}")
 
     def _look(self, sight: Sight) -> None:
-        newest = max(self._station.memory.works.values(), key=lambda work: work.sequence)
-        found = sight.forecast(self._station.clock.now(), newest.order.wall_seconds)
-        self._station.fine("forecast")
+        newest = max(self._jobs.memory.works.values(), key=lambda work: work.sequence)
+        found = sight.forecast(self._jobs.clock.now(), newest.order.wall_seconds)
+        self._jobs.fine("forecast")
         if found is None or (self._sent is not None and not _differs(found, self._sent)):
             return
         self._sent = found
-        self._station.notes.note(
-            self._station.notes.report(
-                Foreseen,
+        self._jobs.notes.note(
+            self._jobs.notes.report(
+                ForecastMade,
                 mean=found.mean,
                 levels=[level for level, _ in found.quantiles],
                 seconds=[seconds for _, seconds in found.quantiles],
@@ -102,7 +105,7 @@ class LiveForecast:
         )
 
     def _follow(self, sight: Sight) -> None:
-        works = self._station.memory.works
+        works = self._jobs.memory.works
         for work in works.values():
             if work.scheduler_id is None or work.submitted_at is None or work.order.purpose != "train":
                 continue
@@ -119,8 +122,8 @@ class LiveForecast:
                 sight.gone(sequence)
 
 
-def _sight(station: Station) -> Sight:
-    return ByEstimates(station) if station.settings.forecast == "scheduler" else ByBoosting(station)
+def _sight(jobs: Jobs) -> Sight:
+    return ByEstimates(jobs) if jobs.settings.forecast == "scheduler" else ByBoosting(jobs)
 
 
 def _differs(one: Forecast, other: Forecast) -> bool:
@@ -131,11 +134,11 @@ def _differs(one: Forecast, other: Forecast) -> bool:
 class ByEstimates:
     """What the scheduler says of a job's start, calibrated by what became of ours; remembered from visit to visit."""
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         from fedqueue.forecasting.estimates import SchedulerEstimates  # nobody else here needs it
 
-        self._station = station
-        self._path = station.home / FILE
+        self._jobs = jobs
+        self._path = jobs.home / FILE
         self._forecaster = SchedulerEstimates()
         self.source = self._forecaster.source
         self._estimate: float | None = None  # the newest of a job that is not submitted yet
@@ -144,34 +147,36 @@ class ByEstimates:
         self._remember()
 
     def forecast(self, now: float, wall_seconds: float) -> Forecast | None:
-        self._estimate = estimate = self._station.scheduler.estimate(wall_seconds)
-        waiting = [w.scheduler_id for w in self._station.memory.works.values() if w.scheduler_id and w.started < 0]
+        self._estimate = estimate = self._jobs.scheduler.estimate(wall_seconds)
+        waiting = [w for w in self._jobs.memory.works.values() if w.scheduler_id and w.started < 0]
         if estimate is None and waiting:
-            estimate = self._station.scheduler.planned(waiting[-1])
+            newest = waiting[-1]
+            wait = self._jobs.scheduler.planned(newest.scheduler_id or "")
+            if wait is not None:
+                estimate = max(0.0, wait - (now - (newest.submitted_at or now)))
         if not self._pairs:
             return None
         self._forecaster.still_waiting(now)
         return self._forecaster.forecast(now, estimate)
 
-    def submitted(self, work: Work) -> None:
-        at, estimate = self._open.get(work.sequence, (work.submitted_at or self._station.clock.now(), self._estimate))
+    def submitted(self, work: SiteJob) -> None:
+        at, estimate = self._open.get(work.sequence, (work.submitted_at or self._jobs.clock.now(), self._estimate))
         self._open[work.sequence] = at, estimate
         self._forecaster.submitted(work.sequence, at, estimate)
         self._write()
 
-    def waits(self, work: Work) -> None:
+    def waits(self, work: SiteJob) -> None:
         """PBS, and sites that let nobody ask for a job which is not there, plan the jobs that they have."""
         at, estimate = self._open.get(work.sequence, (0.0, None))
         if estimate is not None or work.scheduler_id is None or work.sequence not in self._open:
             return
-        left = self._station.scheduler.planned(work.scheduler_id)
-        if left is not None:
-            estimate = max(0.0, self._station.clock.now() - at) + left
+        estimate = self._jobs.scheduler.planned(work.scheduler_id)
+        if estimate is not None:
             self._open[work.sequence] = at, estimate
             self._forecaster.submitted(work.sequence, at, estimate)
             self._write()
 
-    def started(self, work: Work, at: float) -> None:
+    def started(self, work: SiteJob, at: float) -> None:
         submitted, estimate = self._open.pop(work.sequence, (at, None))
         self._pairs = [*self._pairs, (estimate, max(0.0, at - submitted))][-KEPT:]
         self._forecaster.started(work.sequence, at)
@@ -194,7 +199,7 @@ class ByEstimates:
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self._station.say(f"{self._path.name} in the agent's home cannot be read: forecasts begin anew")
+            self._jobs.log.info(f"{self._path.name} in the agent's home cannot be read: forecasts begin anew")
             return
         self._pairs, self._open = pairs, opened
         for number, (estimate, wait) in enumerate(pairs):
@@ -205,34 +210,34 @@ class ByEstimates:
 class ByBoosting:
     """A model of the whole queue, as listings show it; its past comes from `forecast_history`, if there is one."""
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         from fedqueue.forecasting.boosting import Boosting  # numpy, and scikit-learn when it is made
 
-        self._station = station
-        self._forecaster = Boosting((station.nodes, station.nodes))
+        self._jobs = jobs
+        self._forecaster = Boosting((jobs.nodes, jobs.nodes))
         self.source = self._forecaster.source
         self._listed: dict[Hashable, Listed] | None = None
-        if station.settings.forecast_history is not None:
-            self._learn(Path(station.settings.forecast_history).expanduser())
+        if jobs.settings.forecast_history is not None:
+            self._learn(Path(jobs.settings.forecast_history).expanduser())
 
     def forecast(self, now: float, wall_seconds: float) -> Forecast | None:
-        found = self._station.scheduler.listing()
+        found = self._jobs.scheduler.listing()
         if found is None:
-            raise FedQueueError(f"{self._station.scheduler.kind} does not list its queue; set agent.forecast to off")
+            raise FedQueueError(f"{self._jobs.scheduler.kind} does not list its queue; set agent.forecast to off")
         listed: dict[Hashable, Listed] = dict(found.items())
         # What had begun to wait before our first look counts for the state of the queue, but was not forecast.
         known = self._listed is not None
-        ours = {work.scheduler_id for work in self._station.memory.works.values() if known}
+        ours = {work.scheduler_id for work in self._jobs.memory.works.values() if known}
         tell_differences(_Told(self._forecaster, ours), self._listed or {}, listed, now)
         self._listed = listed
-        return self._forecaster.forecast(now, self._station.nodes, wall_seconds)
+        return self._forecaster.forecast(now, self._jobs.nodes, wall_seconds)
 
-    def submitted(self, work: Work) -> None:
+    def submitted(self, work: SiteJob) -> None:
         """The listings show it, and all the rest."""
 
-    def waits(self, work: Work) -> None: ...
+    def waits(self, work: SiteJob) -> None: ...
 
-    def started(self, work: Work, at: float) -> None: ...
+    def started(self, work: SiteJob, at: float) -> None: ...
 
     def gone(self, sequence: int) -> None: ...
 
@@ -241,7 +246,7 @@ class ByBoosting:
 
         log = read_log(path)
         log = log.only(log.submit >= log.submit.max(initial=0.0) - HISTORY_DAYS * 86400)
-        like_ours = [n for n in range(len(log)) if log.procs[n] == self._station.nodes]
+        like_ours = [n for n in range(len(log)) if log.procs[n] == self._jobs.nodes]
         told = _Told(self._forecaster, {("history", n) for n in like_ours[-OWN_IN_HISTORY:]})
         for kind, n, at in events(log):
             job, moment = ("history", n), at + (log.epoch or 0.0)

@@ -3,47 +3,113 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from fedqueue.agent.schedulers.settings import LocalSettings, SchedulerSettings
+from fedqueue.agent.schedulers.base import LocalSettings, SchedulerSettings
 from fedqueue.errors import ConfigError
-from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.protocol.codec import read
+from fedqueue.files import only_ours
+from fedqueue.protocol.codec import at_least, more_than, read
+from fedqueue.protocol.service import DEFAULT_OFFER, Offer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
     home: str  # folder on the file system that login and compute nodes share
-    command: str  # what a job runs, by bash: the only thing that ever runs
+    command: str = ""  # what a job runs, by bash: the only thing that ever runs, but for offers
     evaluate_command: str | None = None  # scores a model, if the run has this facility do so
     before: list[str] = field(default_factory=list)  # shell lines before the command, such as "module load pytorch"
     environment: dict[str, str] = field(default_factory=dict)
     poll_seconds: float = 10.0  # between two looks at the coordinator and the scheduler
     grace_seconds: float = 30.0  # for the result of a job that has ended: shared file systems lag
     node_hours: float | None = None  # cap on what all jobs may hold; None: none
+    jobs_at_once: int | None = None  # of all runs together, at the scheduler; None: as many as runs ask for
     proxy: str | None = None  # http://host:port towards the coordinator; None: HTTPS_PROXY
     stage_worker: bool = True  # put fedqueue's worker side on the jobs' PYTHONPATH
     keep_files: bool = False  # keep the updates of closed jobs
     forecast: Literal["off", "scheduler", "boosting"] = "off"  # what is said to the coordinator of the next wait
     forecast_seconds: float = 60.0  # between two looks at the queue for it
+    group_may_write: bool = False  # to this file and to the home: whoever may has its jobs do what they like
     forecast_history: str | None = None  # boosting: a log of this queue to begin with, as `fedqueue history` reads
 
     def __post_init__(self) -> None:
-        if not self.home or not self.command.strip():
-            raise ValueError("home and command must not be empty")
+        if not self.home:
+            raise ValueError("home must not be empty")
         more_than(self, 0, "poll_seconds", "forecast_seconds")
         at_least(self, 0, "grace_seconds", "node_hours")
-        for name in self.environment:
-            if not name.replace("_", "a").isalnum() or name[:1].isdigit():
-                raise ValueError(f"environment.{name} is not the name of a variable")
+        at_least(self, 1, "jobs_at_once")
+        _check_variables(self.environment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferSettings:
+    """A command that runs of a federation may ask for by its name. What is not said here is as for the whole site."""
+
+    command: str
+    evaluate_command: str | None = None
+    before: list[str] = field(default_factory=list)  # shell lines after those of the site
+    environment: dict[str, str] = field(default_factory=dict)  # beside that of the site
+    node_hours: float | None = None  # cap on what all jobs of one run may hold; None: none
+    jobs_at_once: int | None = None  # of one run, at the scheduler
+    runs: list[str] = field(default_factory=lambda: ["*"])  # which may use it, by patterns of their names
+    scheduler: SchedulerSettings | None = None
+
+    def __post_init__(self) -> None:
+        if not self.command.strip():
+            raise ValueError("command must not be empty")
+        at_least(self, 0, "node_hours")
+        at_least(self, 1, "jobs_at_once")
+        _check_variables(self.environment)
+
+
+def _check_variables(environment: dict[str, str]) -> None:
+    for name in environment:
+        if not name.replace("_", "a").isalnum() or name[:1].isdigit():
+            raise ValueError(f"environment.{name} is not the name of a variable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     agent: AgentSettings
     scheduler: SchedulerSettings = field(default_factory=LocalSettings)
+    offer: dict[str, OfferSettings] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.agent.command.strip() and not self.offer:
+            raise ValueError("agent.command is missing: what a job runs")
+
+    @property
+    def offers(self) -> dict[str, OfferSettings]:
+        """By name; `agent.command` is one too."""
+        own = self.agent
+        default = OfferSettings(command=own.command, evaluate_command=own.evaluate_command) if own.command else None
+        return {**({DEFAULT_OFFER: default} if default is not None else {}), **self.offer}
+
+    def to_tell(self) -> list[Offer]:
+        """All that the other side hears of offers."""
+        return [
+            Offer(name=name, nodes=getattr(found.scheduler or self.scheduler, "nodes", 1))
+            for name, found in self.offers.items()
+        ]
+
+    def for_run(self, offer: str, name: str, home: Path) -> AgentConfig | None:
+        """For the jobs of one run of this name; None: it may not use that offer, or there is none."""
+        found = self.offers.get(offer)
+        if found is None or not any(fnmatchcase(name, pattern) for pattern in found.runs):
+            return None
+        agent = replace(
+            self.agent,
+            home=str(home),
+            command=found.command,
+            evaluate_command=found.evaluate_command,
+            before=[*self.agent.before, *found.before],
+            environment={**self.agent.environment, **found.environment},
+            node_hours=found.node_hours,
+            jobs_at_once=found.jobs_at_once,
+        )
+        return AgentConfig(agent=agent, scheduler=found.scheduler or self.scheduler)
 
 
 def load_agent(path: Path) -> AgentConfig:
@@ -55,9 +121,11 @@ def load_agent(path: Path) -> AgentConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        return read(AgentConfig, tree, "")
+        config = read(AgentConfig, tree, "")
+        only_ours(path, group="" if config.agent.group_may_write else "agent.group_may_write")
+        return config
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def home_of(config: AgentConfig, path: Path) -> Path:

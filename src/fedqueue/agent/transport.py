@@ -10,15 +10,12 @@ TransportError
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from fedqueue.errors import FedQueueError
 from fedqueue.protocol.contract import Answer, Verdict
 from fedqueue.protocol.reports import Handin, Poll
-
-Refusal = Literal["superseded", "other bytes", "set back", "not allowed", "refused"]
-"""Why not: the job is closed or another attempt counts; what arrived is not what was meant; our reports do not follow
-on those it has; it does not know who asks; anything else."""
+from fedqueue.protocol.service import Refusal, SiteAnswer, SitePoll
 
 
 class Transport(Protocol):
@@ -27,7 +24,7 @@ class Transport(Protocol):
     def poll(self, said: Poll) -> Answer:
         """Tell, and hear what to do. One try."""
 
-    def upload(self, path: Path, sequence: int, attempt: int, sha256: str) -> None:
+    def upload(self, path: Path, sequence: int, attempt: int, sha256: str, part: int = 0) -> None:
         """Send what the coordinator does not have of an update's file yet, however often the connection is cut."""
 
     def commit(self, sequence: int, attempt: int, sha256: str, handin: Handin) -> Verdict:
@@ -35,6 +32,16 @@ class Transport(Protocol):
 
     def download(self, version: int, target: Path, sha256: str) -> str:
         """Fetch a model into `target`, whole or not at all, from where an earlier try broke off."""
+
+
+class FederationTransport(Protocol):
+    """The same for a site of a federation."""
+
+    def poll_all(self, said: SitePoll) -> SiteAnswer:
+        """Tell of all runs at once, and hear of all. One try."""
+
+    def of(self, run: str) -> Transport:
+        """To one of its runs."""
 
 
 class TransportError(FedQueueError):

@@ -25,7 +25,7 @@ from fedqueue.plugins import plugins
 _OURS: Final = (
     *("demo", "init", "simulate", "compare", "plan", "history", "forecast"),
     *("run", "report", "models", "replay", "retrace", "journal", "doctor"),
-    *("serve", "enroll", "agent"),
+    *("serve", "submit", "list", "logs", "enroll", "agent"),
 )
 """Each is the name of its file here."""
 
@@ -37,6 +37,7 @@ first steps:
   fedqueue compare my.toml --strategies fedqueue,jit,fedavg --seeds 5
   fedqueue run my.toml                 the same for real, on this machine
   fedqueue serve my.toml               the same for real, over several facilities (docs/operating.md)
+  fedqueue serve FOLDER                a federation: sites join once, runs come and go (docs/federation.md)
 """
 
 

@@ -7,11 +7,17 @@ gone for days: jobs go on, results wait, and the next start goes on from its jou
 from __future__ import annotations
 
 import argparse
-import datetime
-import sys
+import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedqueue.cli import common
+from fedqueue.cli import common, live
+
+if TYPE_CHECKING:
+    from fedqueue.agent.http_transport import Client
+    from fedqueue.agent.settings import AgentConfig
+
+log = logging.getLogger(__name__)
 
 HELP = "be the agent of this facility"
 
@@ -28,22 +34,34 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_agent(args.config)
     home = home_of(config, args.config)
-    enrolment = Enrolment.load(home)
+    enrolment = Enrolment.load(home, group_may_write=config.agent.group_may_write)
     transport = enrolment.client(home, config.agent.proxy)
-    with common.until_interrupted() as interrupted:
-        agent = Agent(config, home, enrolment.facility, transport, run=enrolment.run, say=_say)
+    if enrolment.federation:
+        return _serve_federation(config, home, enrolment.facility, transport, once=args.once)
+    with live.logged(), common.until_interrupted() as interrupted:
+        agent = Agent(config, home, enrolment.facility, transport, run=enrolment.run)
         try:
             if not args.once:
                 every = f"{config.agent.poll_seconds:g} s"
-                _say(f"agent of {enrolment.facility} on {config.scheduler.kind}; looks every {every}")
+                log.info(f"agent of {enrolment.facility} on {config.scheduler.kind}; looks every {every}")
             agent.run(once=args.once, stopping=interrupted)
             if agent.over is not None:
-                _say(f"the run is over: {agent.over}")
+                log.info(f"the run is over: {agent.over}")
             return 130 if interrupted() and agent.over is None else 0
         finally:
             agent.close()
 
 
-def _say(line: str) -> None:
-    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    print(f"{now}  {line}", file=sys.stderr, flush=True)
+def _serve_federation(config: AgentConfig, home: Path, facility: str, transport: Client, *, once: bool) -> int:
+    from fedqueue.agent.site import Site
+
+    with live.logged(), common.until_interrupted() as interrupted:
+        site = Site(config, home, facility, transport)
+        try:
+            if not once:
+                every = f"{config.agent.poll_seconds:g} s"
+                log.info(f"agent of {facility}, offers {', '.join(config.offers)}; looks every {every}")
+            site.run(once=once, stopping=interrupted)
+            return 130 if interrupted() else 0
+        finally:
+            site.close()

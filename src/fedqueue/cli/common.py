@@ -82,6 +82,7 @@ def until_interrupted(at_once: Callable[[], None] = lambda: None) -> Iterator[Ca
     """Inside, Ctrl-C and SIGTERM are a wish that `interrupted()` tells of. The same once more ends us at once, whatever
     our threads are about: what must survive is on the disk. `at_once` is called then."""
     asked: set[int] = set()
+    interrupted = threading.Event()
 
     def wish(number: int, _: object) -> None:
         if number in asked:
@@ -89,16 +90,14 @@ def until_interrupted(at_once: Callable[[], None] = lambda: None) -> Iterator[Ca
             os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"fedqueue: stopped at once\n")
             os._exit(130)
         asked.add(number)
-
-    def interrupted() -> bool:
-        return bool(asked)
+        interrupted.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield interrupted
+        yield interrupted.is_set
         return
     before = {number: signal.signal(number, wish) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield interrupted
+        yield interrupted.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

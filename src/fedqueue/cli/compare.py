@@ -26,7 +26,7 @@ from fedqueue.sim.runner import simulate
 
 HELP = "several strategies over the same seeds, with paired differences"
 
-Job = tuple[Path, tuple[str, ...], str, int, Path]
+OneRun = tuple[Path, tuple[str, ...], str, int, Path]
 """Config file, changes, strategy, seed, run folder: all that another process needs."""
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, config: Config, strategies: list[str], folder: Path) -> None:
     seeds = range(config.run.seed, config.run.seed + args.seeds)
-    jobs: list[Job] = [
+    jobs: list[OneRun] = [
         (args.config, tuple(args.changes), name, seed, folder / f"{name}-seed{seed}")
         for seed in seeds
         for name in strategies
@@ -97,7 +97,7 @@ def plot(folder: Path, strategies: Sequence[str], seeds: Sequence[int], config: 
     return comparison_plot(curves, folder / "comparison.png", targets=config.run.targets, title=title)
 
 
-def _run_one(job: Job) -> dict[str, Any]:
+def _run_one(job: OneRun) -> dict[str, Any]:
     path, changes, strategy, seed, folder = job
     config = common.load_run(path, changes, strategy=strategy, seed=seed)
     with new_folder(folder, folder.name):

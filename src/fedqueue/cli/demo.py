@@ -17,7 +17,7 @@ from fedqueue.cli import run as run_here
 from fedqueue.cli.figures import show
 from fedqueue.files import write_json
 from fedqueue.machine import invoked, provenance
-from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.strategies import distinct
 from fedqueue.runs import new_folder
 from fedqueue.sim.runner import simulate
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from fedqueue.report import write_report
 
     began = time.perf_counter()
-    strategies = list(STRATEGIES)
+    strategies = distinct()
     with resources.as_file(resources.files("fedqueue.cli") / "demo.toml") as path:
         configs = {name: common.load_run(path, (), strategy=name) for name in strategies}
     config = next(iter(configs.values()))

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
+from fedqueue.protocol.strategies import STRATEGIES
 
 Extra = Literal["train", "plots", "serve"]
 
@@ -39,6 +40,11 @@ def need_for(config: Config, *, plots: bool = False, real: bool = False) -> None
     """What a run of this config needs."""
     trains = config.task.name != "timing" and not (real and config.worker.command is not None)
     if real:
+        if STRATEGIES[config.run.strategy].keeps_variates:
+            raise ConfigError(
+                f"run.strategy: {config.run.strategy} has control variates, which real jobs do not exchange; "
+                "simulate it, or choose another"
+            )
         need("serve")
     if trains:
         need("train")

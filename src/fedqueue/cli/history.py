@@ -25,7 +25,7 @@ from fedqueue import data
 from fedqueue.cli.common import check_ending
 from fedqueue.cli.traces import procs_range
 from fedqueue.errors import ConfigError, DataError
-from fedqueue.history.lines import Job, Options, Tally
+from fedqueue.history.lines import LoggedJob, Options, Tally
 from fedqueue.history.live import SOURCES, live_jobs
 from fedqueue.history.read import chunks, jobs, nothing
 from fedqueue.history.sketch import ERROR
@@ -158,7 +158,7 @@ def _read(
     return source, made
 
 
-def _all(paths: list[Path], options: Options, tally: Tally) -> Iterator[Job]:
+def _all(paths: list[Path], options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """One after the other. The times of several files are put on one clock, which each of them must have."""
     epoch, several = tally.base, len(paths) > 1
     for path in paths:

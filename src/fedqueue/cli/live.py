@@ -1,14 +1,18 @@
-"""A real run as it goes: a line for each facility on a terminal, plain lines otherwise."""
+"""A real run as it goes: a table on a terminal, plain lines otherwise. Here logging is configured, for all of fedqueue.
+
+Whoever has something to say logs it; who watches reads it below the table, or line by line on standard error.
+"""
 
 from __future__ import annotations
 
-import datetime
+import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -42,11 +46,21 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
+    UpdatesWithdrawn,
+    WorkTaken,
 )
 from fedqueue.protocol.state import JobState
 
+log = logging.getLogger(__name__)
+
 REFRESH_SECONDS = 0.25
 KEPT_LINES = 6
+RUN_THREAD = "run "
+"""With the run's name: the thread of a run that a federation hosts."""
+
+
+class SupportsWrite(Protocol):
+    def write(self, line: str) -> object: ...
 
 
 @dataclass
@@ -62,10 +76,8 @@ class _Line:
 class Screen:
     """A view of the run's state: shows what a person wants to know."""
 
-    def __init__(self, config: Config, *, quiet: bool, served: bool = False, plain: bool = False) -> None:
+    def __init__(self, config: Config, *, quiet: bool, served: bool = False, debugged: bool = False) -> None:
         self._config = config
-        self._quiet = quiet
-        self._stamps = served  # its lines are a log of days
         self.past = served  # what it is told now happened before this process: it is counted, and not said again
         self._lines = {facility.name: _Line() for facility in config.facility}
         self._said: list[str] = []
@@ -80,36 +92,31 @@ class Screen:
         self._held: set[bool] = set()  # True: by a fault, False: by an operator
         self._lock = threading.Lock()
         self._out = console(stderr=True)
-        self.fancy = self._out.is_terminal and not quiet and not plain
+        self.fancy = self._out.is_terminal and not quiet and not debugged
 
-    def say(self, line: str) -> None:
+    def write(self, line: str) -> None:
+        """What was logged, under the table; so a handler can write here."""
         with self._lock:
-            self._said = [*self._said, line][-KEPT_LINES:]
-        self._print(line)
-
-    def _print(self, line: str) -> None:
-        if not self._quiet and not self.fancy:
-            when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S  ") if self._stamps else ""
-            print(f"{when}{line}", file=sys.stderr, flush=True)
+            self._said = [*self._said, *filter(None, [line.rstrip("\n")])][-KEPT_LINES:]
 
     def __call__(self, told: Event | Command, job: JobState | None) -> None:
         with self._lock:
             if isinstance(told, Event):
                 self._at, self._seen = told.at, time.monotonic()
-            self._happened(told)
+            self._happened(told, job)
         if self.past:
             return
         for line in news(told):
-            self.say(line)
-        if isinstance(told, ModelReady | ModelScored):
-            self._print(self._head())
+            log.info(line)
+        if isinstance(told, ModelReady | ModelScored) and not self.fancy:
+            log.info(self._head())
 
     def _now(self, facility: str, doing: str) -> _Line:
         line = self._lines[facility]
         line.doing, line.since = doing, time.monotonic()
         return line
 
-    def _happened(self, told: Event | Command) -> None:
+    def _happened(self, told: Event | Command, job_state: JobState | None) -> None:
         match told:
             case SubmitJob(order=order):
                 self._now(order.facility, "asking for a job")
@@ -118,6 +125,8 @@ class Screen:
             case JobStarted(job_id=job, admission_delay=delay):
                 line = self._now(facility_of(job), "training")
                 line.waits, line.waited = line.waits + 1, line.waited + delay
+            case WorkTaken(job_id=job):
+                self._now(facility_of(job), "training")
             case JobEnded(job_id=job):
                 self._now(facility_of(job), "handing in")
             case JobRequeued(job_id=job):
@@ -125,7 +134,12 @@ class Screen:
             case JobFailed(job_id=job) | UpdateRejected(job_id=job) | SubmitRefused(job_id=job):
                 self._now(facility_of(job), "failed").failures += 1
             case UpdateArrived(receipt=receipt):
-                self._now(facility_of(receipt.job_id), "idle").updates += 1
+                name = facility_of(receipt.job_id)
+                self._lines[name].updates += 1
+                if job_state is None or job_state.is_over:
+                    self._now(name, "idle")
+                elif job_state.awaits_work:
+                    self._now(name, "waiting for the next model")
             case FacilityLeft(facility=name):
                 self._now(name, "away")
             case FacilityJoined(facility=name):
@@ -145,7 +159,7 @@ class Screen:
             case ModelScored(version=version, metrics=metrics) if version >= self._scored:
                 self._scored, self._score = version, metrics.get("score")
             case Aggregate(to_version=version, weights=weights):
-                self._shares[version] = len(weights)
+                self._shares[version] = sum(not share.again for share in weights)
             case StopRun(reason=reason):
                 self._ended = reason
 
@@ -190,6 +204,8 @@ def news(told: Event | Command) -> Iterator[str]:
             yield f"{job} was refused by its scheduler: {reason}"
         case UpdateRejected(job_id=job, reason=reason):
             yield f"the update of {job} was rejected: {reason}"
+        case UpdatesWithdrawn(facility=name, reason=reason):
+            yield f"updates of {name} that are in no model are rejected: {reason}"
         case JobRequeued(job_id=job, reason=reason):
             yield f"{job} waits again: {reason}"
         case StopRun(reason=reason):
@@ -202,12 +218,56 @@ def news(told: Event | Command) -> Iterator[str]:
             yield f"{facts['facility']} gets no work {when}"
 
 
+# Logging ------------------------------------------------------------------------------------------------
+
+
+class _Lines(logging.Formatter):
+    """A line each, whatever is in it: others' words, which may hold line breaks and a terminal's commands."""
+
+    def __init__(self, *, stamped: bool, debugged: bool) -> None:
+        super().__init__("%(asctime)s  %(message)s" if stamped else None, "%Y-%m-%d %H:%M:%S")
+        self._debugged = debugged
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in line)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # as the standard library calls it
+        facility, _, run = record.name.removeprefix("fedqueue.agent.").partition("/")
+        hosted = (record.threadName or "").partition(RUN_THREAD)[2]  # by a federation
+        if whose := run or hosted or (facility if self._debugged and facility != record.name else ""):
+            record.message = f"{whose}: {record.message}"
+        return super().formatMessage(record)
+
+
 @contextmanager
-def following(config: Config, *, quiet: bool, served: bool = False, plain: bool = False) -> Iterator[Screen]:
-    """`served`: it says nothing of what happened until its `past` is set to False. `plain`: no table."""
-    screen = Screen(config, quiet=quiet, served=served, plain=plain)
-    if screen.fancy:
-        with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
+def logged(
+    to: SupportsWrite | None = None, *, quiet: bool = False, stamped: bool = True, debugged: bool = False
+) -> Iterator[None]:
+    """Inside, what fedqueue logs is written: a line each, to standard error if nothing else is named. `stamped`: with
+    the time of day. `debugged`: agents share this process, so each line says whose it is."""
+    handler = logging.NullHandler() if quiet else logging.StreamHandler(to or sys.stderr)
+    handler.setFormatter(_Lines(stamped=stamped, debugged=debugged))
+    ours = logging.getLogger("fedqueue")
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
+
+
+@contextmanager
+def following(config: Config, *, quiet: bool, served: bool = False, debugged: bool = False) -> Iterator[Screen]:
+    """`served`: it says nothing of what happened until its `past` is set to False, and its lines are a log of days.
+    `debugged`: no table."""
+    screen = Screen(config, quiet=quiet, served=served, debugged=debugged)
+    to = screen if screen.fancy else None
+    with logged(to, quiet=quiet, stamped=served and not screen.fancy, debugged=debugged):
+        if screen.fancy:
+            with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
+                yield screen
+        else:
             yield screen
-    else:
-        yield screen

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     model = find(args.folder, args.which)
     score = "" if model.score is None else f", score {terminal.percent(model.score)} %"
     if args.out is None:
-        tensorfile.verify(model.file, model.digest)
+        tensorfile.verify(model.file, tensorfile.Content(model.digest))
         print(model.file)
         return 0
     if args.out.exists() and not args.replace:

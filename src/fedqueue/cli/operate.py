@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import TYPE_CHECKING, TypeVar
 
 from fedqueue.cli import terminal
 from fedqueue.errors import ConfigError, FedQueueError, RunFolderError
+from fedqueue.protocol.codec import body
 
 MOST_JOBS = 8
 """Of one facility that `status` lists."""
@@ -24,6 +24,9 @@ STARTING_SECONDS = 60.0
 
 if TYPE_CHECKING:
     from fedqueue.agent.http_transport import Client
+    from fedqueue.protocol.service import FacilityStatus
+
+T = TypeVar("T")
 
 
 class SaidNoError(FedQueueError):
@@ -50,6 +53,8 @@ class Verb:
             parser.add_argument("facility", metavar="FACILITY")
         if self.__name__ == "status":
             parser.add_argument("--json", action="store_true", help="print it as one JSON object and nothing else")
+        if self.__name__ == "revoke":
+            parser.add_argument("--keep", action="store_true", help="use what it has handed in and is in no model yet")
         if self.__name__ == "invite":
             parser.add_argument("--out", type=Path, metavar="FILE", help="into this file, readable by you alone")
 
@@ -57,7 +62,7 @@ class Verb:
         return self.act(args)
 
 
-def ask(folder: Path, method: str, path: str) -> dict[str, Any]:
+def ask(folder: Path, what: Callable[[Client], T]) -> T:
     """Ask the run's coordinator, as its operator. One that was started just now is waited for."""
     from fedqueue.agent.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
     from fedqueue.runs import SUMMARY
@@ -66,7 +71,7 @@ def ask(folder: Path, method: str, path: str) -> dict[str, Any]:
     while True:
         client = _client(folder, patience)
         try:
-            return client.call(method, path)
+            return what(client)
         except CoordinatorRefusedError as error:
             raise SaidNoError(error.reason) from None
         except CoordinatorBusyError as error:
@@ -92,15 +97,17 @@ class Patience:
 
     def is_left(self) -> bool:
         """Waits a moment; False: there is nobody who could answer."""
+        from fedqueue.coordinator.run_folder import is_federation
         from fedqueue.coordinator.scoring import STORED
         from fedqueue.coordinator.serve import is_at_work
         from fedqueue.coordinator.server import ADDRESS
 
         waited = time.monotonic() - self._began
         there = self._folder.is_dir() and any(self._folder.iterdir())
+        is_begun = (self._folder / STORED).exists() or is_federation(self._folder)
         if is_at_work(self._folder):
             longest = STARTING_SECONDS
-        elif not there or ((self._folder / STORED).exists() and not (self._folder / ADDRESS).exists()):
+        elif not there or (is_begun and not (self._folder / ADDRESS).exists()):
             longest = FOLDER_SECONDS
         else:  # the folder of something else, or of a run that nobody serves now
             return False
@@ -117,13 +124,16 @@ def _client(folder: Path, patience: Patience) -> Client:
     from fedqueue.agent.http_transport import Client
     from fedqueue.coordinator.access import OPERATOR_FILE
     from fedqueue.coordinator.server import ADDRESS
+    from fedqueue.files import only_mine
     from fedqueue.protocol.codec import read
     from fedqueue.protocol.contract import Address
 
     while True:
         try:
             address = read(Address, json.loads((folder / ADDRESS).read_text(encoding="utf-8")), ADDRESS)
-            credential = (folder / OPERATOR_FILE).read_text(encoding="utf-8")
+            own = folder / OPERATOR_FILE if address.operator is None else Path(address.operator)
+            only_mine(own)
+            credential = own.read_text(encoding="utf-8")
         except OSError:
             if patience.is_left():
                 continue
@@ -134,9 +144,9 @@ def _client(folder: Path, patience: Patience) -> Client:
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
-        answer = ask(args.folder, "POST", f"/v1/run/{word}")
+        answer = ask(args.folder, lambda client: client.steer(word))
         said = {"pause": "paused", "resume": "goes on", "stop": "told to stop"}[word]
-        print(f"tries again now; {answer['hindrance']}" if word == "resume" and answer.get("hindrance") else said)
+        print(f"tries again now; {answer.hindrance}" if word == "resume" and answer.hindrance else said)
         return 0
 
     return act
@@ -144,8 +154,9 @@ def _tell(word: str) -> Callable[[argparse.Namespace], int]:
 
 def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
-        answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/{word}")
-        if word == "revoke" and not answer["had"]:
+        told = "revoke-and-keep" if word == "revoke" and args.keep else word
+        answer = ask(args.folder, lambda client: client.tell(args.facility, told))
+        if word == "revoke" and not answer.had:
             raise ConfigError(f"{args.facility} had neither a credential nor an invitation")
         said = {"drain": "gets no new job; what it has finishes", "join": "may have work", "revoke": "is shut out"}
         print(f"{args.facility} {said[word]}")
@@ -157,11 +168,8 @@ def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
 def _invite(args: argparse.Namespace) -> int:
     from fedqueue.agent.enrolment import word_of
     from fedqueue.files import write_secret
-    from fedqueue.protocol.codec import read
-    from fedqueue.protocol.contract import Invitation
 
-    answer = ask(args.folder, "POST", f"/v1/facilities/{quote(args.facility, safe='')}/invite")
-    text = word_of(read(Invitation, answer, "answer"))
+    text = word_of(ask(args.folder, lambda client: client.invite(args.facility)))
     if args.out is not None:
         write_secret(args.out, text + "\n")
         print(f"wrote {args.out}: it lets {args.facility} enrol once, within a week; pass it on in private")
@@ -170,52 +178,98 @@ def _invite(args: argparse.Namespace) -> int:
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
-    found = ask(args.folder, "GET", "/v1/status")
-    if args.json:
-        print(json.dumps(found))
+def is_served_federation(folder: Path) -> bool:
+    from fedqueue.coordinator.run_folder import RUNS
+    from fedqueue.coordinator.scoring import STORED
+
+    return (folder / RUNS).is_dir() and not (folder / STORED).exists()
+
+
+def must_be_federation(folder: Path) -> None:
+    if not is_served_federation(folder):
+        raise RunFolderError(f"{folder}: is not the folder of a federation; `fedqueue serve {folder}` begins one")
+
+
+def show_federation(folder: Path, *, as_json: bool) -> int:
+    found = ask(folder, lambda client: client.federation())
+    if as_json:
+        print(json.dumps(body(found), default=body))
         return 0
-    score = "" if found["score"] is None else f", score {100 * found['score']:.1f} %"
-    if found.get("unscored"):
-        score += f" (models passed over: {found['unscored']})"
-    print(f"{found['run']} ({found['strategy']}): {found['state']}")
-    print(f"{found['run_seconds']:.0f} s on the run clock, model {found['model']}{score}")
-    rows = [
+    sites = [
         (
-            facility["name"],
-            facility["state"],
-            str(facility["jobs"]),
-            _number(facility["expected_delay"]),
-            _number(facility["steps_per_second"]),
-            _number(facility["heard_seconds_ago"]),
+            site.name,
+            "yes" if site.enrolled else "no",
+            terminal.seconds(site.heard_seconds_ago),
+            ", ".join(site.offers) or "-",
         )
-        for facility in found["facilities"]
+        for site in found.sites
     ]
-    columns = ("facility", "state", "jobs out", "wait (s)", "steps/s", "heard (s ago)")
-    terminal.show_table("", columns, rows)
-    terminal.show_notes([note for facility in found["facilities"] for note in _notes(facility)])
+    terminal.show_table("", ("facility", "enrolled", "heard (s ago)", "offers"), sites)
+    runs = [
+        (
+            run.name,
+            run.state,
+            "-" if run.model is None else str(run.model),
+            "-" if run.score is None else f"{100 * run.score:.1f} %",
+            ", ".join(run.facilities),
+        )
+        for run in found.runs
+    ]
+    terminal.show_table("", ("run", "state", "model", "score", "facilities"), runs)
     return 0
 
 
-def _notes(facility: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _status(args: argparse.Namespace) -> int:
+    if is_served_federation(args.folder):
+        return show_federation(args.folder, as_json=args.json)
+    found = ask(args.folder, lambda client: client.status())
+    if args.json:
+        print(json.dumps(found, default=body))
+        return 0
+    score = "" if found.score is None else f", score {100 * found.score:.1f} %"
+    if found.unscored:
+        score += f" (models passed over: {found.unscored})"
+    print(f"{found.run} ({found.strategy}): {found.state}")
+    print(f"{found.run_seconds:.0f} s on the run clock, model {found.model}{score}")
+    rows = [
+        (
+            facility.name,
+            facility.state,
+            str(facility.jobs),
+            terminal.seconds(facility.expected_delay),
+            terminal.seconds(facility.steps_per_second),
+            terminal.seconds(facility.heard_seconds_ago),
+            _share(facility.idle_node_seconds, facility.node_seconds),
+        )
+        for facility in found.facilities
+    ]
+    columns = ("facility", "state", "jobs out", "wait (s)", "steps/s", "heard (s ago)", "nodes idle")
+    terminal.show_table("", columns, rows)
+    terminal.show_notes([note for facility in found.facilities for note in _notes(facility)])
+    return 0
+
+
+def _share(part: float, whole: float) -> str:
+    """Of the node time that was held."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _notes(facility: FacilityStatus) -> Iterator[tuple[str, str]]:
     """What its jobs do and since when, why it has none, and what its agent complains of."""
-    name, jobs = facility["name"], facility["open_jobs"]
+    name, jobs = facility.name, facility.open_jobs
     for job in jobs[:MOST_JOBS]:
-        again = f" (attempt {job['attempt'] + 1})" if job["attempt"] else ""
-        state = "ordered, and not at its scheduler yet," if job["state"] == "ordered" else job["state"]
-        yield job["job"], f"{state} for {terminal.span(job['seconds'])}{again}"
+        again = f" (attempt {job.attempt + 1})" if job.attempt else ""
+        state = "ordered, and not at its scheduler yet," if job.state == "ordered" else job.state
+        idle = f", {terminal.span(job.idle_seconds)} without work in all" if job.idle_seconds else ""
+        yield job.job, f"{state} for {terminal.span(job.seconds)}{again}{idle}"
     if len(jobs) > MOST_JOBS:
         yield name, f"and {len(jobs) - MOST_JOBS} more jobs"
-    if facility["idle_because"] is not None:
-        until = facility["until_seconds"]
+    if facility.idle_because is not None:
+        until = facility.until_seconds
         how_long = "" if until is None else f" for another {terminal.span(until)}"
-        yield name, f"idle{how_long}: {facility['idle_because']}"
-    for trouble in facility["troubles"]:
-        yield name, f"its agent says, for {terminal.span(trouble['seconds'])}: {trouble['reason']}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+        yield name, f"idle{how_long}: {facility.idle_because}"
+    for trouble in facility.troubles:
+        yield name, f"its agent says, for {terminal.span(trouble.seconds)}: {trouble.reason}"
 
 
 VERBS = (
@@ -254,7 +308,8 @@ VERBS = (
     Verb(
         "revoke",
         "take a facility's credential back",
-        "Take a facility's credential and invitations back: whoever has them is shut out at once.",
+        "Take a facility's credential and invitations back: whoever has them is shut out at once. Its updates that are "
+        "in no model yet are rejected, unless --keep is given.",
         _tell_facility("revoke"),
         True,
     ),

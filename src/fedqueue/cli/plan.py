@@ -22,7 +22,7 @@ from pathlib import Path
 from fedqueue.cli import common, terminal
 from fedqueue.config import read_tree
 from fedqueue.errors import ConfigError
-from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.strategies import STRATEGIES, distinct
 
 HELP = "say what to ask for before a run, from queue histories"
 
@@ -55,10 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     search = parser.add_argument_group("what is tried")
     search.add_argument("--days", type=float, default=28.0, metavar="N", help="length of the run (28)")
-    search.add_argument("--strategies", default=",".join(STRATEGIES), metavar="a,b,...", help="by default all")
+    search.add_argument(
+        "--strategies", default=",".join(distinct()), metavar="a,b,...", help="by default all whose orders differ"
+    )
     search.add_argument("--shortest", type=float, metavar="S", help="shortest round, seconds (600 with histories)")
     search.add_argument("--longest", type=float, default=172_800.0, metavar="S", help="longest round (172800)")
     search.add_argument("--keep-nodes", action="store_true", help="try no other job sizes")
+    search.add_argument("--no-stay", action="store_true", help="try no jobs that stay for several rounds")
     search.add_argument(
         "--scaling", type=float, default=0.9, metavar="X", help="speed grows with nodes as nodes^X (0.9)"
     )
@@ -109,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         what_ifs=list(dict.fromkeys(args.what_if)),
         scaling=args.scaling,
         keep_sizes=args.keep_nodes,
+        may_stay=not args.no_stay,
         shortest=args.shortest,
         longest=args.longest,
     )

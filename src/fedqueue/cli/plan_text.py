@@ -11,6 +11,7 @@ from fedqueue.planning.advice import Advice, FacilityAdvice, Price
 from fedqueue.planning.candidates import Candidate
 from fedqueue.planning.search import Trial, difference
 from fedqueue.planning.shapes import PAYS
+from fedqueue.planning.stays import StayCheck
 from fedqueue.planning.text import amount, change, duration, percent
 from fedqueue.runs import rounded
 
@@ -29,10 +30,15 @@ def show(advice: Advice) -> None:
     if advice.shapes:
         _show_shapes(advice)
         say(f"A size that takes twice the node-hours must bring {PAYS:g} times the work.\n")
+    if advice.stays:
+        _show_stays(advice)
+        for curve in advice.stays:
+            say(f"{curve.facility}: {describe_check(curve.check)}")
+        say()
     _show_rivals(advice)
     say()
     if advice.price is not None:
-        for sentence in price_words(advice, advice.price):
+        for sentence in describe_price(advice, advice.price):
             say(sentence)
         say()
     if advice.what_ifs:
@@ -83,7 +89,20 @@ def explain(advice: Advice) -> str:
     return f"{text} late: updates that missed the cutoff that they aimed at."
 
 
-def price_words(advice: Advice, price: Price) -> list[str]:
+def describe_check(check: StayCheck | None) -> str:
+    """What the advice of the first half of a history was worth in the second."""
+    if check is None:
+        return "its history is too short to check this."
+    text = (
+        f"the first half of the history advises {duration(check.wall_seconds)} and promises {percent(check.promised)}; "
+        f"in the second half that trains {percent(check.achieved)} of the time"
+    )
+    if check.best_wall_seconds == check.wall_seconds:
+        return f"{text}, and nothing does better."
+    return f"{text}; best there is {duration(check.best_wall_seconds)} with {percent(check.best)}."
+
+
+def describe_price(advice: Advice, price: Price) -> list[str]:
     """Of waiting for the slowest facility."""
     alone, together = (amount(price.others(t, "work")) for t in (price.blocking_without, price.blocking))
     updates, fewer = (amount(price.others(t, "updates")) for t in (price.blocking_without, price.blocking))
@@ -147,6 +166,28 @@ def _show_shapes(advice: Advice) -> None:
     scaling = f"speed as nodes^{advice.wish.scaling:g}"
     heads = ("facility", "nodes", "processors", "jobs in history", "wait", "work/d", "node-h/d")
     terminal.show_table(f"job sizes, each facility alone under just in time; {scaling}; * recommended", heads, rows)
+
+
+def _show_stays(advice: Advice) -> None:
+    rows = []
+    for curve in advice.stays:
+        checked = {wall: (first, second) for wall, first, second in curve.check.shares} if curve.check else {}
+        for point in curve.points:
+            first, second = checked.get(point.wall_seconds, (None, None))
+            rows.append(
+                (
+                    curve.facility,
+                    f"{duration(point.wall_seconds)}{' *' if point is curve.chosen else '  '}",
+                    f"{point.jobs:,}",
+                    duration(point.wait_median),
+                    duration(point.wait_mean),
+                    percent(point.share),
+                    percent(first),
+                    percent(second),
+                )
+            )
+    heads = ("facility", "wall time", "jobs in history", "wait", "mean", "training", "first half", "second half")
+    terminal.show_table("share of time training, with jobs that stay; * shortest that is nearly the best", heads, rows)
 
 
 def _show_rivals(advice: Advice) -> None:
@@ -233,6 +274,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
             ]
             for name, shapes in advice.shapes.items()
         },
+        "stays": [asdict(curve) for curve in advice.stays],
         "price": None
         if price is None
         else {
@@ -296,7 +338,7 @@ def _facility_json(facility: FacilityAdvice) -> dict[str, Any]:
         **_per_day(facility, "jobs", "updates", "work", "node_hours"),
         "history": None
         if waits is None
-        else {"jobs": len(waits.waits), "procs": place.procs, "max_requested": waits.max_requested},
+        else {"jobs": len(waits.waits), "procs": place.procs, "requested_about": waits.about},
     }
 
 

@@ -18,6 +18,7 @@ from fedqueue.cli import terminal
 from fedqueue.protocol.messages import CoordinatorResumed, FacilityLeft, RunPaused
 
 if TYPE_CHECKING:
+    from fedqueue.protocol.contract import UpdateKey
     from fedqueue.sim.playback import Played
     from fedqueue.sim.recorded import Recording
 
@@ -66,7 +67,10 @@ def _compare(recording: Recording, played: Played) -> int:
     print(f"{len(same)} of {len(recording.fates)} updates met the same fate as in the run")
     for key, fate in recording.fates.items():
         if key not in same:
-            print(f"  {key[0]} attempt {key[1]}: {_words(fate)} in the run, {_words(fates.get(key))} here")
+            part = f" part {key[2]}" if key[2] else ""
+            print(
+                f"  {key[0]} attempt {key[1]}{part}: {_described(fate)} in the run, {_described(fates.get(key))} here"
+            )
     if len(same) == len(recording.fates):
         return 0
     unknown = sorted(_unknown(recording, played, recording.fates.keys() - same))
@@ -79,14 +83,16 @@ def _compare(recording: Recording, played: Played) -> int:
     return 1
 
 
-def _words(fate: tuple[str, int | None] | None) -> str:
+def _described(fate: tuple[str, int | None] | None) -> str:
     if fate is None:
         return "none"
     return fate[0] if fate[1] is None else f"{fate[0]} into version {fate[1]}"
 
 
-def _unknown(recording: Recording, played: Played, differ: Keys[tuple[str, int]]) -> Iterator[tuple[float, str, str]]:
+def _unknown(recording: Recording, played: Played, differ: Keys[UpdateKey]) -> Iterator[tuple[float, str, str]]:
     """Time, kind and words for each thing of the run that its ledger does not say."""
+    from fedqueue.sim.playback import DRIFT
+
     for update in differ & recording.close.keys():
         at, cutoff = recording.close[update]
         side = "before" if at <= cutoff else "after"
@@ -110,5 +116,18 @@ def _unknown(recording: Recording, played: Played, differ: Keys[tuple[str, int]]
         yield recording.ordered[job], "SubmitJob", f"{job} was ordered in the run, and not here"
     for job in played.ordered.keys() - recording.ordered.keys():
         yield played.ordered[job], "SubmitJob", f"{job} was never ordered in the run, so nobody knows how it would fare"
-    for (key, due), at in recording.rang_late.items():
-        yield due, "TimerFired", f"{key} fired {1000 * (at - due):.0f} ms late; what came in meanwhile may count or not"
+    for key, due in recording.cutoffs.items():
+        if abs(played.cutoffs.get(key, due) - due) > DRIFT:
+            yield (
+                due,
+                "SetTimer",
+                f"{key} was due then, and at {played.cutoffs[key]:.1f} s here: rounds are not as long",
+            )
+            break
+    for key, timers in recording.rang_late.items():
+        for due, at in timers:
+            yield (
+                due,
+                "TimerFired",
+                f"{key} fired {1000 * (at - due):.0f} ms late; what came in meanwhile may count or not",
+            )

@@ -84,8 +84,8 @@ def here(config: Config, folder: Path, *, quiet: bool, debugged: bool = False) -
     if debugged:
         from fedqueue.debugging import debug
 
-        with live.following(config, quiet=quiet, plain=True) as screen:
-            return debug(config, folder.absolute(), views=[screen], say=screen.say)
+        with live.following(config, quiet=quiet, debugged=True) as screen:
+            return debug(config, folder.absolute(), views=[screen])
     agents = Agents(config, folder.absolute())
     with live.following(config, quiet=quiet) as screen, common.until_interrupted(agents.kill) as interrupted:
         return coordinate(
@@ -94,6 +94,5 @@ def here(config: Config, folder: Path, *, quiet: bool, debugged: bool = False) -
             plain=True,
             beside=agents.beside,
             views=[screen],
-            say=screen.say,
             until=interrupted,
         )

@@ -1,29 +1,40 @@
-"""The coordinator of a run over several facilities: on a small server that they can reach by HTTPS.
+"""The server of a federation, or of one run over several facilities: a small one that they can reach by HTTPS.
 
-Give it a config to begin, or the folder of a run to go on with it after a stop or a crash. Facilities enrol with an
-invitation (`fedqueue invite RUN FACILITY`); the run starts when all are there, or as many as server.wait_for says.
+Give it a folder for a federation: facilities enrol once (`fedqueue invite FOLDER FACILITY`), and runs come and go
+(`fedqueue submit FOLDER CONFIG.toml`). Or give it a config for a server with one run, which starts when all its
+facilities are there, or as many as server.wait_for says; and the folder of that run to go on with it after a stop.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedqueue.cli import common, extras, live, simulate
 from fedqueue.cli import run as run_here
 from fedqueue.errors import ConfigError
+from fedqueue.files import only_ours
 from fedqueue.protocol.contract import Address
 from fedqueue.runs import new_folder
+
+log = logging.getLogger(__name__)
 
 HELP = "coordinate a run over several facilities"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=Path, metavar="CONFIG.toml|RUN", help="a config, or the folder of a run to go on with"
+        "config",
+        type=Path,
+        metavar="FOLDER|CONFIG.toml|RUN",
+        help="the folder of a federation, or a config, or the folder of a run to go on with",
     )
     common.add_changes(parser)
     common.add_out(parser)
@@ -33,18 +44,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from fedqueue.coordinator.run_folder import is_federation
+
+    if is_federation(args.config):
+        if args.changes or args.out:
+            raise ConfigError(f"{args.config}: is a federation: --set and --out are for runs")
+        extras.need("serve")
+        return _serve_federation(args.config.absolute(), plain=args.plain_http)
     config, tree = run_here.begin(args.config, args.changes)
     extras.need_for(config, real=True)
     if tree is None:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: a run goes on as it began; begin another to change something")
+        _must_be_alone(args.config)
         return _serve(config, args.config.absolute(), plain=args.plain_http)
+    only_ours(args.config, group="" if config.server.group_may_write else "server.group_may_write")
     from fedqueue.coordinator.run_folder import store_config
     from fedqueue.coordinator.server import ADDRESS
 
     with new_folder(args.out, f"{config.run.name}-{config.run.strategy}", kept_with=ADDRESS) as folder:
         store_config(folder.absolute(), tree, args.config.parent)
         return _serve(config, folder.absolute(), plain=args.plain_http)
+
+
+def _must_be_alone(folder: Path) -> None:
+    from fedqueue.coordinator.server import ADDRESS
+
+    with suppress(OSError, ValueError):
+        operator = json.loads((folder / ADDRESS).read_text(encoding="utf-8")).get("operator")
+        if operator is not None:
+            hosted_by = Path(operator).parent
+            raise ConfigError(f"{folder}: is a run of the federation {hosted_by}: fedqueue serve {hosted_by}")
+
+
+def _serve_federation(folder: Path, *, plain: bool) -> int:
+    from fedqueue.coordinator.federation import federation
+
+    with (
+        live.logged(stamped=True),
+        common.until_interrupted() as interrupted,
+        federation(folder, plain=plain, make_view=partial(live.Screen, quiet=True, served=True)) as served,
+    ):
+        log.info(f"federation: {folder}")
+        log.info(f"listening at {served.address.url}")
+        going = [run.name for run in served.runs.values() if run.over is None]
+        if going:
+            log.info(f"goes on with {', '.join(sorted(going))}")
+        if not served.access.enrolled():
+            log.info(f"nobody is enrolled: fedqueue invite {folder} FACILITY")
+        while not interrupted():
+            time.sleep(0.2)
+    print(f"stopped; go on with it: fedqueue serve {folder}")
+    return 130
 
 
 def _serve(config: Any, folder: Path, *, plain: bool) -> int:
@@ -55,14 +106,14 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
         @contextmanager
         def beside(coordinator: Any, access: Any, address: Address) -> Iterator[None]:
             screen.past = False  # its ledger is read
-            screen.say(f"run folder: {folder}")
-            screen.say(f"listening at {address.url}")
+            log.info(f"run folder: {folder}")
+            log.info(f"listening at {address.url}")
             if coordinator.state.events and coordinator.state.stopped is None:
-                screen.say(f"goes on from model {coordinator.state.newest} at {coordinator.now:.0f} s on the run clock")
+                log.info(f"goes on from model {coordinator.state.newest} at {coordinator.now:.0f} s on the run clock")
             enrolled = access.enrolled()
             for name in coordinator.names:
                 if name not in enrolled:
-                    screen.say(f"{name} is not enrolled: fedqueue invite {folder} {name}")
+                    log.info(f"{name} is not enrolled: fedqueue invite {folder} {name}")
             yield
 
         summary = coordinate(
@@ -71,7 +122,6 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
             plain=plain,
             beside=beside,
             views=[screen],
-            say=screen.say,
             until=interrupted,
         )
     if summary is None:

@@ -9,6 +9,7 @@ is killed at any moment reads its ledger and goes on, and its run clock stood st
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,20 +17,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fedqueue import tensorfile
 from fedqueue.config import Config
-from fedqueue.coordinator.clock import RunClock
-from fedqueue.coordinator.hindrance import Patience, reason
-from fedqueue.coordinator.store import Store
+from fedqueue.coordinator.scoring import Scorer, Scores
+from fedqueue.coordinator.store import Store, what_is_wrong
 from fedqueue.engine import Engine, Listener
 from fedqueue.errors import FedQueueError, StorageError
-from fedqueue.failpoints import failpoint
+from fedqueue.files import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
-from fedqueue.metrics import Tally, best_of
+from fedqueue.metrics import Tally
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.contract import one_line
+from fedqueue.protocol.contract import facility_of, job_id
 from fedqueue.protocol.messages import (
     Aggregate,
     Command,
@@ -48,12 +48,15 @@ from fedqueue.protocol.messages import (
     StopRequested,
     TimerFired,
     UpdateArrived,
+    UpdatesWithdrawn,
     parse,
 )
-from fedqueue.protocol.reports import Trouble, Unscored
+from fedqueue.protocol.reports import Trouble
 from fedqueue.protocol.state import Outcomes, RunState, View
 from fedqueue.protocol.strategies import Strategy
 from fedqueue.runs import rebuild_strategy
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,31 +66,68 @@ HEARTBEAT_SECONDS: Final = 1.0
 GOODBYE_SECONDS: Final = 60.0
 """How long an agent that knows of the run's end may take to end its jobs."""
 
+SHORTEST_SECONDS: Final = 1.0
+LONGEST_SECONDS: Final = 60.0
+"""Between two tries of what is in vain until somebody mends it: a file that is gone, changed or locked, a full disk."""
+
 
 class Refused(FedQueueError):  # it is an answer
     """What was asked cannot be done; `status` says so in the words of HTTP."""
 
-    def __init__(self, status: int, reason: str, **facts: Any) -> None:
+    def __init__(self, status: int, reason: str, *, received: int | None = None, offset: int | None = None) -> None:
         super().__init__(reason)
         self.status = status
-        self.facts = facts
+        self.received, self.offset = received, offset  # as in `RefusalBody`
 
 
-class Scorer(Protocol):
-    """Scores models beside the coordinator."""
+class RunClock:
+    """Seconds that the run was going, without those in which it was paused or down. Stands still until `start`."""
 
-    def score(self, version: int, model: Path) -> None:
-        """Begin; the score comes through the function that it was made with."""
+    def __init__(self, at: float = 0.0) -> None:
+        self._at = at  # where it stands, or stood when it was started
+        self._since: float | None = None  # monotonic; None: it stands
 
-    def close(self) -> None: ...
+    def now(self) -> float:
+        return self._at if self._since is None else self._at + (time.monotonic() - self._since)
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        self._at, self._since = self.now(), None
+
+    @property
+    def running(self) -> bool:
+        return self._since is not None
 
 
-class NoScorer:
-    def score(self, version: int, model: Path) -> None:
-        pass
+class Patience:
+    """When to try again: after a second, then after twice as long each time, a minute at most."""
 
-    def close(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self._seconds = SHORTEST_SECONDS
+        self._next: float | None = None  # monotonic; None: nothing is waited for
+
+    @property
+    def waits(self) -> bool:
+        """It was in vain, and it is not yet time to try again."""
+        return self._next is not None and time.monotonic() < self._next
+
+    @property
+    def is_over(self) -> bool:
+        """It was in vain, and it is time to try again."""
+        return self._next is not None and time.monotonic() >= self._next
+
+    def in_vain(self) -> None:
+        self._next = time.monotonic() + self._seconds
+        self._seconds = min(2 * self._seconds, LONGEST_SECONDS)
+
+    def try_now(self) -> None:
+        self._seconds, self._next = SHORTEST_SECONDS, time.monotonic()
+
+    def done(self) -> None:
+        self._seconds, self._next = SHORTEST_SECONDS, None
 
 
 @dataclass(slots=True)
@@ -108,6 +148,16 @@ class Presence:
     spoke: float = 0.0  # monotonic, of then
 
 
+class Made(NamedTuple):
+    """The digests of a new version's files."""
+
+    model: str
+    moments: tuple[str, ...] = ()  # of the server's optimizer
+
+
+NOTHING: Final = Made("")
+
+
 class Coordinator:
     """Open it with `open_run` of runs on a folder that has a ledger; then `run` in the thread that shall own it."""
 
@@ -119,7 +169,6 @@ class Coordinator:
         listeners: Sequence[Listener] = (),
         views: Sequence[View] = (),
         scorer: Callable[[Coordinator], Scorer] | None = None,
-        say: Callable[[str], None] = lambda line: None,
         told: bool = False,
     ) -> None:
         """`told`: the listeners and views know what the ledger holds."""
@@ -129,7 +178,6 @@ class Coordinator:
         self._found = self.store.digests()  # when we started
         self.names = [facility.name for facility in config.facility]
         self.presence = {name: Presence(time.monotonic()) for name in self.names}
-        self.say = say
         self._listeners = listeners
         self._views = views
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -140,13 +188,9 @@ class Coordinator:
         self._patience = Patience()  # with what hinders the run
         self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
         self._said = ""  # of this when the run is over, or of the ledger
-        self._scoring: set[int] = set()
-        self._score_again: set[int] = set()  # of these, those whose files are waited for
-        self._asked_to_score: int | None = None  # at a facility
+        self.scores = Scores(self)
         self._open(told=told)
-        self._scorer: Scorer = scorer(self) if scorer is not None else NoScorer()
-        self._over_since: float | None = None  # monotonic
-        self._unscorable: set[int] = set()  # models that a facility has tried to score
+        self.scores.scorer = scorer(self) if scorer is not None else None
 
     # Opening and recovery -------------------------------------------------------------------------------
 
@@ -161,7 +205,7 @@ class Coordinator:
             self.tally = Tally.of(self.config, self.state)
             self.state.views += () if told else self._views
             self.run_id: str = reader.meta["run"]
-            self._left_as = reader.meta.get("stopped")  # by a coordinator before us
+            self.left_as = reader.meta.get("stopped")  # by a coordinator before us
             for name in reader.meta.get("left", []):
                 self.presence[name].left = True
             heartbeat = reader.meta.get("heartbeat") or {"clock": 0.0, "wall": time.time()}
@@ -218,13 +262,13 @@ class Coordinator:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until the run is over and everybody who should know knows, or `until` says so."""
         if self.state.hindrance and self.state.stopped is None:
-            self.say(f"still paused: {self.state.hindrance}")
+            log.warning(f"still paused: {self.state.hindrance}")
             if not self.state.making:
                 self._suspects[self.outcomes.models[self.state.newest]] = "the run cannot go on"
             self._patience.try_now()
-        self._pump()
+        self.pump()
         for version in sorted(set(self.outcomes.models) - set(self.outcomes.scores)):
-            self._score(version)
+            self.scores.begin(version)
         try:
             while not self._finished() and not until():
                 self._turn()
@@ -236,7 +280,7 @@ class Coordinator:
     def close(self) -> None:
         """Let go of everything; what is in the ledger stays."""
         self._closing = True
-        self._scorer.close()
+        self.scores.close()
         self._maker.shutdown(wait=True, cancel_futures=True)
         self._send_away()
         self._look_after_ledger()
@@ -294,7 +338,7 @@ class Coordinator:
         if act is not None:
             act()
         if self._patience.is_over:
-            self._pump()
+            self.pump()
         if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
             if self._beat:
                 self._forgive(time.monotonic() - self._beat - HEARTBEAT_SECONDS)
@@ -320,16 +364,13 @@ class Coordinator:
             raise
         except Exception as error:
             # The strategy may be half way through: what is on record is whole, so begin from there.
-            self.say(f"event {type(event).__name__} cannot be handled: {type(error).__name__}: {error}")
+            log.error(f"event {type(event).__name__} cannot be handled: {type(error).__name__}: {error}")
             self._ledger.abandon()
             self._open(told=True)
             raise Refused(422, f"{type(event).__name__} cannot be handled: {error}") from error
         if isinstance(event, ModelScored):
-            self._asked_to_score = None
-            self._say_passed_over(event.version)
-            if event.metrics.get("score") is None:
-                self.say(f"the score of model {event.version} is not a finite number")
-        self._pump()
+            self.scores.came(event)
+        self.pump()
 
     @property
     def now(self) -> float:
@@ -352,7 +393,7 @@ class Coordinator:
         except StorageError as error:  # what we hold is all there is: hold on to it
             why = f"{error}; it is tried again by itself; until then do not end this process"
         if why != self._said:
-            self.say(why)
+            log.warning(why)
         self._said = why
 
     def _look_around(self) -> None:
@@ -363,15 +404,12 @@ class Coordinator:
             silent = time.monotonic() - presence.heard
             patience = max(self.config.server.away_seconds, 3 * presence.poll_seconds)
             if not self.state.facilities[name].away and silent > patience:
-                self.say(f"{name} has not been heard of for {silent:.0f} s")
+                log.warning(f"{name} has not been heard of for {silent:.0f} s")
                 self.tell(FacilityLeft(at=self.now, facility=name))
 
     def _finished(self) -> bool:
         """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
-        if self.state.stopped is None or self._scoring or self._at_work:
-            return False
-        at_facility = self.config.evaluation.where in self.names
-        if at_facility and self.wants_score(self.state.newest) and not self.waited_for_score():
+        if self.state.stopped is None or self._at_work or self.scores.are_awaited():
             return False
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard  # or since this coordinator started
@@ -397,7 +435,7 @@ class Coordinator:
                     if other not in there:
                         self.tell(FacilityLeft(at=self.now, facility=other))
         elif self.state.facilities[name].away and self.state.stopped is None:
-            self.say(f"{name} is back")
+            log.info(f"{name} is back")
             self.tell(FacilityJoined(at=self.now, facility=name))
 
     def leaves(self, name: str) -> None:
@@ -419,7 +457,8 @@ class Coordinator:
         return [job.sequence for job in unknown]
 
     def arrived(self, event: UpdateArrived) -> None:
-        self.tell(event, origin=f"update/{event.receipt.job_id}/{event.receipt.attempt}/arrived")
+        job, attempt, part = event.receipt.key
+        self.tell(event, origin=f"update/{job}/{attempt}/{part}/arrived")
 
     def pause(self) -> None:
         self._must_run()
@@ -435,7 +474,7 @@ class Coordinator:
             self.tell(RunResumed(at=self.now))
         if self.state.hindrance:
             self._patience.try_now()
-            self._pump()
+            self.pump()
 
     def stop(self) -> None:
         """End the run; a model that is being made is waited for."""
@@ -443,6 +482,17 @@ class Coordinator:
         if not self.clock.running:
             self.clock.start()
         self.tell(StopRequested(at=self.now))
+
+    def shut_out(self, name: str, *, keep: bool) -> None:
+        """Its credential was revoked: nobody waits for it, and what it handed in counts only if the operator says so
+        or it is in a model already, or in one that is being made."""
+        self.presence[name].session = ""
+        if not self.state.started or self.state.stopped is not None:
+            return
+        if not self.state.facilities[name].away:
+            self.tell(FacilityLeft(at=self.now, facility=name))
+        if not keep and any(facility_of(job) == name for job, _, _ in self.state.held_updates()):
+            self.tell(UpdatesWithdrawn(at=self.now, facility=name, reason=f"{name} was revoked"))
 
     def drain(self, name: str) -> None:
         self._must_run()
@@ -464,7 +514,7 @@ class Coordinator:
 
     # Models ---------------------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Begin with the next model that can be made, and look again at files that could not be used."""
         if self._at_work or self._closing or self._patience.waits:
             return
@@ -484,7 +534,7 @@ class Coordinator:
                 base_key=self.outcomes.models[receipt.base_version],
             )
             for share in (command.weights if command is not None else ())
-            for receipt in [self.state.updates[share.key]]
+            for receipt in [self.state.held_updates()[share.key]]
         ]
 
     def _work(
@@ -494,47 +544,66 @@ class Coordinator:
         suspects: Mapping[str, str],
     ) -> None:
         """In the maker's thread: the file of a new version, once all that was in the way is well."""
-        made, doing = "", ""
+        made, agreement, doing = NOTHING, None, ""
         try:
             for digest, doing in suspects.items():  # noqa: B007  # what it was at is told below
                 self.store.verify(digest)
             if command is not None:
                 doing = f"model {command.to_version} cannot be made"
                 made = self._make(command, contributions)
+                if command.agreement:
+                    fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
+                    agreement = tensorfile.agreement(fresh)
         except Exception as error:
             failure = error  # which Python forgets at the end of this block
             self.ask(lambda: self._failed(doing, failure))
         else:
-            self.ask(lambda: self._worked(command, made, suspects))
+            self.ask(lambda: self._worked(command, made, agreement, suspects))
 
-    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> str:
+    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> Made:
         current = self.outcomes.models[command.from_version]
+        moments = self.outcomes.moments.get(command.from_version, ())
         if not contributions:
-            return current
-        scratch = self.store.scratch(f"v{command.to_version}")
+            return Made(current, moments)
+        scratch, is_first = self.store.scratch(f"v{command.to_version}"), command.from_version == 0
+        path, rule = self.store.path(current), command.rule
         with self.store.checking() as expected:
-            digest = tensorfile.aggregate(
-                self.store.path(current),
-                contributions,
-                command.rule,
-                scratch,
-                from_first=command.from_version == 0,
-                sha256=expected,
-            )
-        self.store.keep(scratch, digest)
-        return digest
+            if command.step is None:
+                kept: list[Path] = []
+                contents = [
+                    tensorfile.aggregate(path, contributions, rule, scratch, from_first=is_first, content=expected)
+                ]
+            else:
+                kept = [self.store.scratch(f"v{command.to_version}-moment{n}") for n in range(command.step.moments)]
+                step = tensorfile.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
+                contents = tensorfile.take_step(
+                    path, contributions, rule, scratch, step, from_first=is_first, content=expected
+                )
+        for made, content in zip([scratch, *kept], contents, strict=True):
+            self.store.keep(made, content)
+        model, *others = [content.sha256 for content in contents]
+        return Made(model, tuple(others))
 
-    def _worked(self, command: Aggregate | None, digest: str, looked_at: Mapping[str, str]) -> None:
+    def _worked(
+        self, command: Aggregate | None, made: Made, agreement: float | None, looked_at: Mapping[str, str]
+    ) -> None:
         self._at_work = False
         for suspect in looked_at:
             self._suspects.pop(suspect, None)
         self._patience.done()
         if command is not None and self.state.stopped is None:  # otherwise nobody waits for it any more
-            self.tell(ModelReady(at=self.now, version=command.to_version, digest=digest))
-            self._score(command.to_version)
+            ready = ModelReady(
+                at=self.now,
+                version=command.to_version,
+                digest=made.model,
+                moments=made.moments,
+                agreement=agreement,
+            )
+            self.tell(ready)
+            self.scores.begin(command.to_version)
         if not self._suspects:
             self._mended()
-        self._pump()
+        self.pump()
 
     # Faults that somebody must mend ---------------------------------------------------------------------
 
@@ -547,7 +616,7 @@ class Coordinator:
         self._patience.in_vain()
         if self.state.stopped is not None:
             if why != self._said:
-                self.say(why)
+                log.warning(why)
             self._said = why
         elif why != self.state.hindrance:
             self.tell(RunPaused(at=self.now, reason=why))
@@ -558,9 +627,7 @@ class Coordinator:
             if self.state.started and not self.state.paused:
                 self.clock.start()
             self.tell(RunResumed(at=self.now, mended=True))
-        for version in sorted(self._score_again):
-            self._score_again.discard(version)
-            self._score(version)
+        self.scores.begin_again()
 
     def cannot_use(self, digest: str, doing: str, error: Exception) -> Refused:
         """A file of ours is not as it should be; what to answer who needs it."""
@@ -579,89 +646,20 @@ class Coordinator:
         return digest == self.outcomes.models[self.state.newest] or self.store.counts_on(digest)
 
     def _reason(self, error: Exception) -> str:
-        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.state.updates.values()}
+        names = {receipt.digest: f"the update of {receipt.job_id}" for receipt in self.state.held_updates().values()}
+        for version, digests in self.outcomes.moments.items():
+            names |= dict.fromkeys(digests, f"the optimizer's moments of model {version}")
         names |= {digest: f"model {version}" for version, digest in self.outcomes.models.items()}
-        return reason(error, self.folder, names)
+        return what_is_wrong(error, self.folder, names)
 
     def _sweep(self) -> None:
         state, models = self.state, self.outcomes.models
         unheard = state.started and not all(p.ever for name, p in self.presence.items() if state.facilities[name].jobs)
-        versions = set(models) if self.config.model.keep == "all" else state.versions_needed() | self._scoring
-        # The best also while its file is gone: when somebody puts it back, it stays.
-        best = best_of(self.outcomes.scores) if self.config.model.keep == "best" else None
-        versions |= {version for version in (best, self.best, self._asked_to_score) if version is not None}
-        needed = {models[version] for version in versions if version in models}
-        needed.update(receipt.digest for receipt in state.updates.values())
+        versions = set(models) if self.config.model.keep == "all" else state.versions_needed()
+        needed = {models[version] for version in versions | self.scores.needed() if version in models}
+        needed.update(self.outcomes.moments.get(state.newest, ()))
+        needed.update(receipt.digest for receipt in state.held_updates().values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
             needed |= self._found
         self.store.sweep(needed)
-
-    # Scores ---------------------------------------------------------------------------------------------
-
-    @property
-    def best(self) -> int | None:
-        """The version with the best score of those that are kept; None: none has one, or the best is not kept."""
-        if self.config.model.keep == "needed":
-            return None
-        models = self.outcomes.models
-        return best_of({v: score for v, score in self.outcomes.scores.items() if self.store.counts_on(models[v])})
-
-    def asks_for_score(self, version: int) -> None:
-        """A facility is asked for it. The first since the last score is likely to be under way: its file stays, in case
-        it turns out the best."""
-        if self._asked_to_score is None:
-            self._asked_to_score = version
-
-    def _score(self, version: int) -> None:
-        where = self.config.evaluation.where
-        path = self.store.path(self.outcomes.models[version])
-        must_be_there = self.counts_on(path.stem)
-        if where == "coordinator" and not isinstance(self._scorer, NoScorer) and must_be_there:
-            self._scoring.add(version)
-            self._scorer.score(version, path)
-
-    def not_scored(self, version: int, error: Exception) -> None:
-        """Its file cannot be used now; it is scored when that is mended."""
-        self._score_again.add(version)
-        self.cannot_use(self.outcomes.models[version], f"model {version} cannot be scored", error)
-
-    def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
-        """A score came, or None: there will be none."""
-        self._scoring.discard(version)
-        if metrics is not None and version not in self.outcomes.scores:
-            self.tell(ModelScored(at=self.now, version=version, metrics=metrics), origin=f"score/{version}")
-        self._pump()
-
-    def _say_passed_over(self, version: int) -> None:
-        """Models older than this one that will get no score any more, each time as many as are new."""
-        before = max((other for other in self.outcomes.scores if other < version), default=-1)
-        passed = [other for other in self.outcomes.unscored() if before < other < version and self.wants_score(other)]
-        if passed:
-            which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
-            where = self.config.evaluation.where
-            why = "scoring takes longer than a round, or failed"
-            if where in self.names:  # which says itself what failed
-                why = f"newer models came before {where} could begin"
-            self.say(f"{which} passed over without a score: {why}")
-
-    def wants_score(self, version: int) -> bool:
-        return version not in self.outcomes.scores and version not in self._unscorable
-
-    def unscorable(self, facility: str, given_up: Sequence[Unscored]) -> None:
-        """The facility that scores models says which it cannot score."""
-        if self.config.evaluation.where != facility:
-            return
-        for found in given_up:
-            if self.wants_score(found.version) and found.version in self.outcomes.models:
-                self._unscorable.add(found.version)
-                self.say(f"model {found.version} gets no score: {one_line(found.reason)}")
-
-    def waited_for_score(self) -> bool:
-        """Whether a facility that scores models has had its time for the last one."""
-        if self._left_as == self.state.stopped:
-            return True  # who serves a run that is over changes none of its figures
-        if self._over_since is None:
-            self._over_since = time.monotonic()
-            where, seconds = self.config.evaluation.where, self.config.evaluation.timeout_seconds
-            self.say(f"waits for the score of model {self.state.newest} by {where}, for {seconds:g} s at most")
-        return time.monotonic() - self._over_since > self.config.evaluation.timeout_seconds
+        self.store.sweep_uploads(lambda name, sequence: state.open_or_cancelled(job_id(name, sequence)) is not None)

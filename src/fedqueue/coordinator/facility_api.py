@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fedqueue import tensorfile
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
-from fedqueue.coordinator.limits import Update
-from fedqueue.failpoints import failpoint
-from fedqueue.files import sync
-from fedqueue.protocol.codec import Json, body
+from fedqueue.coordinator.transfers import Update
+from fedqueue.files import failpoint, sync
+from fedqueue.protocol.codec import body
 from fedqueue.protocol.contract import (
+    MOST_PARTS,
     Answer,
     EvaluationRequest,
+    FurtherWork,
     JobOrder,
     ModelFile,
     PostedWork,
@@ -31,9 +32,10 @@ from fedqueue.protocol.contract import (
     UpdateKey,
     Verdict,
 )
-from fedqueue.protocol.messages import UpdateArrived, UpdateRejected
+from fedqueue.protocol.messages import NodeHoursTold, UpdateArrived, UpdateRejected
 from fedqueue.protocol.reports import Handin, Poll, Report, event_of
 from fedqueue.protocol.state import JobState
+from fedqueue.tensorbytes import Content
 
 CHECK_SECONDS: Final = 5.0
 """How long a facility is kept waiting for the check of its update; after that it asks again."""
@@ -46,11 +48,16 @@ SILENT_SECONDS: Final = 30.0
 
 HEADER_ROOM: Final = 1 << 20  # bytes
 
+Ask = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Has the coordinator's thread do something for whoever asks."""
+
 
 class FacilityApi:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._checks: dict[tuple[str, int, int], asyncio.Task[Verdict]] = {}
+        self._checks: dict[UpdateKey, asyncio.Task[Verdict]] = {}
+        self._checked_now: dict[UpdateKey, Update] = {}  # of each of them
+        self._looks: dict[str, asyncio.Future[Content]] = {}  # at objects that are to be sent
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="checker")
 
     def close(self) -> None:
@@ -70,6 +77,9 @@ class FacilityApi:
         if asked.stuck:  # it is not there in the sense that counts: nobody should wait for it
             received = coordinator.received.get((facility, asked.journal), 0)
             return Answer(received=received, orders=[], cancel=[], over=coordinator.state.stopped, run=asked.run)
+        # Before all else: who orders its first job, or hears that one is over, knows what the cap leaves.
+        if asked.cap_left != coordinator.state.facilities[facility].cap_left:
+            coordinator.tell(NodeHoursTold(at=coordinator.now, facility=facility, left=asked.cap_left))
         coordinator.heard(facility)
         known = self.must_follow(facility, asked)
         with coordinator.together():
@@ -78,7 +88,7 @@ class FacilityApi:
                     self._take(facility, asked.journal, report)
                     known = report.n
         unknown = coordinator.give_up_all_but(facility, asked.open) if another_journal or asked.newest == known else []
-        coordinator.unscorable(facility, asked.unscored)
+        coordinator.scores.given_up(facility, asked.unscored)
         # One more than it needs stays: a job may just read it.
         coordinator.state.facilities[facility].forget_posts(lambda number: number < asked.standing - 1)
         failpoint("answer.before")
@@ -124,7 +134,7 @@ class FacilityApi:
         here = state.facilities[facility]
         stopped = state.stopped is not None
         evaluation = self._evaluation(facility)
-        over = stopped and (evaluation is None or self._coordinator.waited_for_score())
+        over = stopped and (evaluation is None or self._coordinator.scores.waited_long_enough())
         orders = [job for job in here.jobs.values() if not job.taken]
         wanted = set() if stopped else {job.sequence for job in here.jobs.values()}
         standing = here.posts.get(here.posted)
@@ -133,6 +143,7 @@ class FacilityApi:
         return Answer(
             received=received,
             orders=[] if stopped or state.held else [self._order(job) for job in orders],
+            further=None if stopped or state.held else self._further(here.jobs.values()),
             cancel=sorted({*asked.open, *unknown} - wanted),
             standing=self._standing(here.posted, standing) if standing is not None and not stopped else None,
             evaluate=evaluation,
@@ -146,6 +157,21 @@ class FacilityApi:
             return JobOrder(order=job.order)
         return JobOrder(order=job.order, assignment=replace(work, cutoff=None), model=self._model(work.base_version))
 
+    def _further(self, jobs: Iterable[JobState]) -> list[FurtherWork] | None:
+        """Of jobs that stay: what they were given since they started, and have not taken."""
+        found = [
+            FurtherWork(
+                sequence=job.sequence,
+                attempt=job.attempt,
+                part=job.part,
+                assignment=replace(job.assignment, cutoff=None),
+                model=self._model(job.assignment.base_version),
+            )
+            for job in jobs
+            if job.stays and job.phase == "running" and job.assignment is not None and job.taken_at is None
+        ]
+        return found or None
+
     def _standing(self, number: int, standing: Standing) -> PostedWork:
         in_seconds = replace(standing, next_cutoff=standing.next_cutoff - self._coordinator.now)
         return PostedWork(number=number, standing=in_seconds, model=self._model(standing.version))
@@ -153,9 +179,9 @@ class FacilityApi:
     def _evaluation(self, facility: str) -> EvaluationRequest | None:
         """The newest model, if this facility scores models and has not scored it."""
         newest = self._coordinator.state.newest
-        if self._coordinator.config.evaluation.where != facility or not self._coordinator.wants_score(newest):
+        if self._coordinator.config.evaluation.where != facility or not self._coordinator.scores.wants(newest):
             return None
-        self._coordinator.asks_for_score(newest)
+        self._coordinator.scores.asks_for(newest)
         return EvaluationRequest(version=newest, model=self._model(newest))
 
     def _model(self, version: int) -> ModelFile:
@@ -171,6 +197,27 @@ class FacilityApi:
         if coordinator.suspects(digest):
             raise Refused(503, f"model {version} cannot be sent now: {coordinator.state.hindrance}")
         return coordinator.store.path(digest), digest
+
+    async def content(self, version: int, digest: str) -> Content:
+        """What the file of this model must be, piece by piece. One that was touched, or not looked at since we
+        started, is read by one thread for all who ask. Raises a `TensorFileError` if it is not what its name says."""
+        store = self._coordinator.store
+        if (content := store.known(digest)) is not None:
+            return content
+        look = self._looks.get(digest)
+        if look is None:
+            look = asyncio.get_running_loop().run_in_executor(self._checker, store.verify, digest)
+            self._looks[digest] = look
+            look.add_done_callback(lambda look: self._looked(digest, look))
+        try:
+            return await asyncio.wait_for(asyncio.shield(look), CHECK_SECONDS)
+        except TimeoutError:
+            raise Refused(503, f"model {version} is looked at before it is sent; ask again") from None
+
+    def _looked(self, digest: str, look: asyncio.Future[Content]) -> None:
+        del self._looks[digest]
+        if not look.cancelled():
+            look.exception()  # who asked has heard of it, or has gone
 
     def cannot_send(self, version: int, error: tensorfile.TensorFileError) -> Refused:
         return self._cannot_use(version, f"model {version} cannot be sent", error)
@@ -202,61 +249,71 @@ class FacilityApi:
         if size > coordinator.store.room():
             raise Refused(507, "the coordinator's disk is full; the update can come later")
         path = coordinator.store.upload(*update)
-        check = self._checks.get(update[:3])
-        if check is None or check.done():
-            # One a job: digests must not fill the disk.
-            coordinator.store.drop_uploads(update.facility, update.sequence, keep=path)
+        # One a job, and those that are being checked: digests must not fill the disk.
+        checked = [coordinator.store.upload(*other) for other in list(self._checked_now.values())]
+        coordinator.store.drop_uploads(update.facility, update.sequence, keep=[path, *checked])
         return path
 
     def _open(self, update: Update) -> JobState:
-        job = self._coordinator.state.open_job(update.job_id)
+        state = self._coordinator.state
+        job = state.open_job(update.job_id)
+        if job is None and state.stopped is None:  # one that stays was told to end, and what it handed in counts
+            found = state.open_or_cancelled(update.job_id)
+            job = found if found is not None and found.stays else None
         if job is None:
             raise Refused(410, f"job {update.sequence} is not open")
-        if update.attempt != job.attempt:
+        if update.attempt > job.attempt or (update.attempt < job.attempt and not job.stays):
             raise Refused(410, f"attempt {update.attempt} of job {update.sequence} was superseded")
+        if update.part > (job.part if update.attempt == job.attempt else MOST_PARTS):
+            raise Refused(422, f"job {update.sequence} has no part {update.part}")
         return job
 
-    async def commit(self, update: Update, handin: Handin, checked: Callable[[], None]) -> Verdict:
-        """All bytes are there: check them, and let the update count. Asked again, it gives the same answer. If the
-        check takes longer than who asks is kept waiting, `checked` is called when it is over."""
-        key = update[:3]
+    async def commit(self, update: Update, handin: Handin, ask: Ask, checked: Callable[[], None]) -> Verdict:
+        """All bytes are there: check them, and let the update count, if `ask` still lets who asks do so then. Asked
+        again, it gives the same answer. If the check takes longer than who asks is kept waiting, `checked` is called
+        when it is over."""
+        key = update.key
         task = self._checks.get(key)
         if task is None:
-            task = asyncio.create_task(self._check(update, handin))
-            self._checks[key] = task
+            task = asyncio.create_task(self._check(update, handin, ask))
+            self._checks[key], self._checked_now[key] = task, update
             task.add_done_callback(lambda task: self._checked(key, task))
         try:
             verdict = await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
         except TimeoutError:
             task.add_done_callback(lambda _: checked())
             verdict = Verdict(status="checking")
+        except Refused as error:
+            if error.status != 401:
+                raise
+            await ask(lambda: None)  # if it is not we who may ask no more, but whoever asked for this first:
+            return await self.commit(update, handin, ask, checked)
         return replace(verdict, run=handin.run)
 
-    def _checked(self, key: tuple[str, int, int], task: asyncio.Task[Verdict]) -> None:
+    def _checked(self, key: UpdateKey, task: asyncio.Task[Verdict]) -> None:
         """Who asks again is answered from what came of it; what could not be checked is checked anew."""
-        del self._checks[key]
+        del self._checks[key], self._checked_now[key]
         if not task.cancelled():
             task.exception()  # who asked has heard of it, or has gone
 
-    async def _check(self, update: Update, handin: Handin) -> Verdict:
-        coordinator = self._coordinator
-        key = update.job_id, update.attempt, handin.part
-        verdict = await asyncio.wrap_future(coordinator.ask(lambda: self._verdict(key)))
+    async def _check(self, update: Update, handin: Handin, ask: Ask) -> Verdict:
+        key = update.key
+        verdict: Verdict | None = await ask(lambda: self._verdict(key))
         if verdict is not None:
             return verdict
-        upload, like = await asyncio.wrap_future(coordinator.ask(lambda: self._to_check(update, handin)))
+        upload, like = await ask(lambda: self._to_check(update, handin))
         loop = asyncio.get_running_loop()
         try:
-            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, update.sha256)
+            content = Content(update.sha256)
+            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, content)
         except tensorfile.TensorFileError as error:
             failure = error
             if failure.path == upload:
                 raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
             doing = f"the update of {key[0]} cannot be taken"
-            raise await asyncio.wrap_future(
-                coordinator.ask(lambda: self._cannot_use(handin.trained.base_version, doing, failure))
-            ) from None
-        return await asyncio.wrap_future(coordinator.ask(lambda: self._settle(update, handin, upload, reason)))
+            raise await ask(lambda: self._cannot_use(handin.trained.base_version, doing, failure)) from None
+        settled: Verdict = await ask(lambda: self._settle(update, handin, upload, content, reason))
+        return settled
 
     def _verdict(self, key: UpdateKey) -> Verdict | None:
         """What became of an update, as the ledger has it; None: it has not been handed in."""
@@ -277,10 +334,9 @@ class FacilityApi:
         like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
         return (upload if upload.exists() else kept), like
 
-    def _settle(self, update: Update, handin: Handin, upload: Path, reason: str | None) -> Verdict:
+    def _settle(self, update: Update, handin: Handin, upload: Path, content: Content, reason: str | None) -> Verdict:
         coordinator = self._coordinator
         self._open(update)  # it may have been closed while its bytes were looked at
-        which: Json = {"job_id": update.job_id, "attempt": update.attempt, "part": handin.part}
         if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
             # Not what was sent, or not what was meant: it may come again.
             coordinator.store.drop_uploads(update.facility, update.sequence)
@@ -288,25 +344,34 @@ class FacilityApi:
         if reason is not None:
             if upload.exists() and upload.suffix == ".part":
                 coordinator.store.refuse(upload)
-            event = UpdateRejected(at=coordinator.now, reason=reason, **which)
-            coordinator.tell(event, origin=f"update/{update.job_id}/{update.attempt}/rejected")
+            job, attempt, part = update.key
+            event = UpdateRejected(at=coordinator.now, job_id=job, attempt=attempt, part=part, reason=reason)
+            coordinator.tell(event, origin=f"update/{job}/{attempt}/{part}/rejected")
             return Verdict(status="rejected", reason=reason)
         if upload.suffix == ".part":
-            coordinator.store.keep(upload, update.sha256)
+            coordinator.store.keep(upload, content)
         done = {name: value for name, value in body(handin.trained).items() if name != "metrics"}
-        receipt = Receipt(admission_delay=handin.admission_delay, digest=update.sha256, **which, **done)
+        receipt = Receipt(
+            job_id=update.job_id,
+            attempt=update.attempt,
+            part=update.part,
+            admission_delay=handin.admission_delay,
+            turn_seconds=handin.turn_seconds,
+            digest=update.sha256,
+            **done,
+        )
         coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
         coordinator.store.drop_uploads(update.facility, update.sequence)
         return Verdict(status="accepted")
 
 
-def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
-    """In a checker's thread: one pass over the file. What is found good is on the disk then. What is wrong with our own
-    disk is no fault of the update: it is raised as a `TensorFileError`."""
+def _why_not(upload: Path, like: Path | None, content: Content) -> str | None:
+    """In a checker's thread: one pass over the file. What is found good is on the disk then, and `content` has its
+    checksums. What is wrong with our own disk is no fault of the update: it is raised as a `TensorFileError`."""
     if like is None:
         return "the model it was trained from is no longer here"
     try:
-        reason = tensorfile.check(upload, like, sha256=digest)
+        reason = tensorfile.check(upload, like, content=content)
         if reason is None:
             sync(upload)
         return reason
@@ -316,6 +381,6 @@ def _why_not(upload: Path, like: Path | None, digest: str) -> str | None:
         raise
     except tensorfile.TensorFileError as error:
         if error.path != upload:
-            tensorfile.verify(like, like.stem)
+            tensorfile.verify(like, Content(like.stem))
             raise
         return str(error).replace(str(upload), "the update")

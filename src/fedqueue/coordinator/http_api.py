@@ -1,17 +1,21 @@
 """The coordinator's HTTP interface: one table of routes, from which requests are served and the schema is made.
 
-A request is refused before anything is allocated for it: protocol number, credential, size, then the body's keys and
-types, then what the coordinator thinks of it. A refusal is JSON with a `reason` of one line. Nothing here is code or a
-pickle: bodies are JSON, models and updates are safetensors files.
+A request is refused before anything is allocated for it: protocol number, credential, rate, size, then how much is in
+the body, then its keys and types, then what the coordinator thinks of it; who asks is looked at again before that. A
+refusal is JSON with a `reason` of one line. Nothing here is code or a pickle: bodies are JSON, models and updates are
+safetensors files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, Literal, TypeVar
@@ -21,22 +25,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from fedqueue import PROTOCOL, __version__
-from fedqueue.coordinator.access import OPERATOR, Access
+from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, revoke
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
-from fedqueue.coordinator.limits import Limits, Update, Uploads
-from fedqueue.coordinator.openapi import BIGGEST, LONGEST, openapi
+from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
+from fedqueue.coordinator.protocol_1 import OldAnswer, in_protocol_1
 from fedqueue.coordinator.status import status
-from fedqueue.coordinator.transfers import BlobConflict, BlobError, have, receive, send_file
+from fedqueue.coordinator.transfers import BlobConflict, BlobError, Update, Uploads, have, receive, send_file
 from fedqueue.errors import ConfigError
-from fedqueue.failpoints import failpoint
+from fedqueue.files import failpoint
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import Address, Answer, Invitation, one_line, sequence_of
-from fedqueue.protocol.reports import Foreseen, Handin, Poll, Scored, Started
+from fedqueue.protocol.contract import MOST_REPORTS, Address, Answer, Invitation, one_line
+from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Scored, Started, Took
+from fedqueue.protocol.service import Done, Enrolled, EnrolmentRequest, Health, Offset, RefusalBody, RunStatus
 from fedqueue.tensorfile import TensorFileError, UnreadableFileError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -44,6 +51,10 @@ BODY_LIMIT: Final = 1 << 20
 """Bytes of a JSON body."""
 BODY_SECONDS: Final = 30.0
 """By when it must be there."""
+SMALL_BODY: Final = 16 << 10
+"""Bytes that are read at once; more are read in a thread."""
+VALUES: Final = 40_000
+"""In a body: so many are in the longest poll that an agent makes, with some to spare."""
 KEY_LENGTH: Final = 100
 """Characters of a key in JSON: a metric's name is the longest."""
 SAID_LENGTH: Final = 300
@@ -52,16 +63,7 @@ SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
 Who = Literal["anyone", "facility", "operator"]
-Reply = Response | Answer | Invitation | Json
-
-
-@dataclass(frozen=True, kw_only=True)
-class Enrolment:
-    token: str
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.token) <= 200:
-            raise ValueError("token must be 1 to 200 characters")
+Reply = Response | Answer | OldAnswer | Invitation | Enrolled | Offset | Done | RunStatus | Health | Schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Call:
 
     who: str
     request: Request
-    path: Json
+    path: Mapping[str, Any]  # numbers are whole numbers
     body: Any
 
 
@@ -81,29 +83,32 @@ class Endpoint:
     method: str
     path: str
     who: Who
-    handle: Callable[[Api, Call], Awaitable[Reply]]
+    handle: Callable[[Any, Call], Awaitable[Any]]  # of the service whose table it is in; what it answers is a `Reply`
     body: type | None = None
+    most: int = BODY_LIMIT
     query: tuple[str, ...] = ()
     about: str = ""
 
 
-class Api:
-    def __init__(self, coordinator: Coordinator, access: Access, address: Address) -> None:
-        self.coordinator = coordinator
+_may_still_ask: ContextVar[Callable[[], object]] = ContextVar("_may_still_ask", default=lambda: None)
+"""Of the request that is being served: refuses who was revoked since it came."""
+
+
+class Service:
+    """Serves a table of endpoints."""
+
+    def __init__(self, access: Access, endpoints: Sequence[Endpoint]) -> None:
         self.access = access
-        self.facility_api = FacilityApi(coordinator)
-        self.address = address
         self.limits = Limits()
-        self.uploads = Uploads()
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # of large bodies
         self.app = Starlette(
-            routes=[Route(e.path, _Served(self, e), methods=[e.method]) for e in ENDPOINTS],
+            routes=[Route(e.path, _Served(self, e), methods=[e.method]) for e in endpoints],
             exception_handlers={HTTPException: _plain, Exception: _plain},
         )
         self.app.router.redirect_slashes = False  # it would send callers to where their Host header says
 
-    async def ask(self, question: Callable[[], T]) -> T:
-        """Have the coordinator's thread do this."""
-        return await asyncio.wrap_future(self.coordinator.ask(question))
+    def close(self) -> None:
+        self.reader.shutdown(wait=True, cancel_futures=True)
 
     def who(self, request: Request, allowed: Who) -> str:
         """The facility that asks, or the operator; nobody's name where anyone may. Costs the coordinator nothing."""
@@ -121,16 +126,55 @@ class Api:
         return who
 
 
+class Api(Service):
+    """Of one run."""
+
+    def __init__(self, coordinator: Coordinator, access: Access, address: Address, *, hosted: bool = False) -> None:
+        """`hosted`: by a federation, which says who may ask."""
+        super().__init__(access, ENDPOINTS)
+        self.coordinator = coordinator
+        self.facility_api = FacilityApi(coordinator)
+        self.address = address
+        self.hosted = hosted
+        self.uploads = Uploads()
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """Have the coordinator's thread do this, unless who asks was revoked, which is done there too."""
+        may_still_ask = _may_still_ask.get()
+
+        def act() -> T:
+            may_still_ask()
+            return question()
+
+        return await asyncio.wrap_future(self.coordinator.ask(act))
+
+    def close(self) -> None:
+        self.facility_api.close()
+        super().close()
+
+    def who(self, request: Request, allowed: Who) -> str:
+        who = super().who(request, allowed)
+        if who not in ("", OPERATOR, *self.coordinator.names):
+            raise Refused(403, f"{who} takes no part in this run")
+        return who
+
+
 class _Served:
     """One row of the table at work."""
 
-    def __init__(self, api: Api, endpoint: Endpoint) -> None:
+    def __init__(self, api: Service, endpoint: Endpoint) -> None:
         self._api, self._endpoint = api, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:  # until the answer is sent, which may be a large file
             response = await self._answer(Request(scope, receive), held)
-            await response(scope, receive, send)
+
+            async def goes_on(message: Message) -> None:
+                if message.get("more_body"):  # piece after piece of a model
+                    _may_still_ask.get()()
+                await send(message)
+
+            await response(scope, receive, goes_on)
 
     async def _answer(self, request: Request, held: ExitStack) -> Response:
         api, endpoint = self._api, self._endpoint
@@ -138,22 +182,25 @@ class _Served:
             who = api.who(request, endpoint.who)
             if who:
                 held.enter_context(api.limits.one_more(who))
+                _may_still_ask.set(partial(api.who, request, endpoint.who))
+                request.state.known(who)
             path = {name: _path_value(name, value) for name, value in request.path_params.items()}
             path |= {name: _whole(request.query_params.get(name), name) for name in endpoint.query}
-            given = await _json(request, endpoint.body) if endpoint.body is not None else None
+            given = await _json(api, who, request, endpoint) if endpoint.body is not None else None
             answer = await endpoint.handle(api, Call(who=who, request=request, path=path, body=given))
         except Refused as error:
-            return _Json({"reason": _said(error), **error.facts}, error.status)
+            body = RefusalBody(reason=_said(error), received=error.received, offset=error.offset)
+            return _Json(body, error.status)
         except ConfigError as error:  # a body that does not fit
-            return _Json({"reason": _said(error).removeprefix("body.")}, 422)
+            return _Json(RefusalBody(reason=_said(error).removeprefix("body.")), 422)
         except BlobConflict as error:
-            return _Json({"reason": str(error), "offset": error.have}, error.status)
+            return _Json(RefusalBody(reason=str(error), offset=error.have), error.status)
         except BlobError as error:
-            return _Json({"reason": str(error)}, error.status)
+            return _Json(RefusalBody(reason=str(error)), error.status)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
-            api.coordinator.say(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {_said(error)}")
+            log.error(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {_said(error)}")
             raise
         return answer if isinstance(answer, Response) else _Json(answer)
 
@@ -170,63 +217,58 @@ class _Json(Response):
 # Handlers -----------------------------------------------------------------------------------------------
 
 
-async def _health(api: Api, call: Call) -> Json:
-    return {"protocol": PROTOCOL, "version": __version__}
+async def _health(api: Api, call: Call) -> Health:
+    return Health(protocol=PROTOCOL, version=__version__)
 
 
-async def _schema(api: Api, call: Call) -> Json:
-    return _document()
+async def _schema(api: Api, call: Call) -> Response:
+    return Response(_document(), media_type="application/json")
 
 
 @cache
-def _document() -> Json:
-    return openapi(ENDPOINTS)
+def _document() -> bytes:
+    return encode(openapi(ENDPOINTS)).encode()
 
 
-async def _enrol(api: Api, call: Call) -> Json:
-    found = await api.ask(lambda: api.access.enrol(call.body.token))
+async def _enrol(api: Api, call: Call) -> Enrolled:
+    _must_be_alone(api)
+    found = await api.ask(lambda: changed(lambda: api.access.enrol(call.body.token)))
+    return enrolled(found, api.coordinator.config.run.name)
+
+
+def enrolled(found: tuple[str, str] | None, run: str) -> Enrolled:
     if found is None:
         raise Refused(403, "the token is unknown, used already or too old; ask for a new invitation")
-    return {"facility": found[0], "credential": found[1], "run": api.coordinator.config.run.name}
+    return Enrolled(facility=found[0], credential=found[1], run=run)
+
+
+def _must_be_alone(api: Api) -> None:
+    if api.hosted:
+        raise Refused(404, "who may ask is for the whole federation to say: name its folder instead of the run's")
+
+
+async def answer_poll(api: Api, who: str, said: Poll) -> Answer:
+    _must_be_this_run(api, said.run)
+    api.limits.reports(who, len(said.reports))
+
+    def poll() -> Answer:
+        known = api.facility_api.must_follow(who, said)
+        _must_be_its_own(api.coordinator, who, said, known)
+        return api.facility_api.poll(who, said)
+
+    return await api.ask(poll)
 
 
 async def _poll(api: Api, call: Call) -> Reply:
-    _must_be_this_run(api, call)
-    api.limits.reports(call.who, len(call.body.reports))
-
-    def poll() -> Answer:
-        known = api.facility_api.must_follow(call.who, call.body)
-        _must_be_its_own(api.coordinator, call.who, call.body, known)
-        return api.facility_api.poll(call.who, call.body)
-
-    answer = await api.ask(poll)
+    answer = await answer_poll(api, call.who, call.body)
     is_older = call.request.headers.get("fedqueue-protocol") == str(PROTOCOL - 1)
-    return _in_protocol_1(answer) if is_older else answer
+    return in_protocol_1(answer) if is_older else answer
 
 
-def _must_be_this_run(api: Api, call: Call) -> None:
-    ours, theirs = api.coordinator.run_id, call.body.run
+def _must_be_this_run(api: Api, theirs: str) -> None:
+    ours = api.coordinator.run_id
     if theirs not in ("", ours):
         raise Refused(409, f"this is run {ours}, not {theirs[:20]!r}; enrol this facility with it, in another home")
-
-
-def _in_protocol_1(answer: Answer) -> Json:
-    """Its agents know jobs by their numbers, and take no key that they do not know."""
-    made: Json = json.loads(encode(answer))
-    for job, order in zip(answer.orders, made["orders"], strict=True):
-        after = job.order.after
-        order |= {"sequence": job.sequence, "after": None if after is None else sequence_of(after)}
-        _leave(order, "sequence", "round", "wall_seconds", "purpose", "after", "assignment", "model")
-        if order["assignment"] is not None:
-            _leave(order["assignment"], "base_version", "steps", "learning_rate", "train_budget")
-    if made["standing"] is not None:
-        made["standing"]["next_cutoff_in"] = made["standing"].pop("next_cutoff")
-    return made
-
-
-def _leave(made: Json, *names: str) -> None:
-    for name in set(made) - set(names):
-        del made[name]
 
 
 def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known: int) -> None:
@@ -240,106 +282,144 @@ def _must_be_its_own(coordinator: Coordinator, facility: str, asked: Poll, known
                 raise Refused(403, f"{where}: this facility does not score models")
             if report.version not in models:
                 raise Refused(422, f"{where}: there is no model {report.version}")
-        elif isinstance(report, Foreseen):
+        elif isinstance(report, ForecastMade):
             continue
         elif report.sequence >= ordered:
             raise Refused(422, f"{where}: job {report.sequence} was never ordered", received=known)
-        elif isinstance(report, Started) and report.bound and report.bound.work.base_version not in models:
+        elif isinstance(report, Started | Took) and report.bound and report.bound.work.base_version not in models:
             raise Refused(422, f"{where}: there is no model {report.bound.work.base_version}")
 
 
 async def _model(api: Api, call: Call) -> Response:
     version, headers = call.path["version"], call.request.headers
     path, digest = await api.ask(lambda: api.facility_api.model(version))
-    sha256 = None if api.coordinator.store.is_untouched(path) else digest
 
     def failed(error: TensorFileError) -> None:
         api.coordinator.ask(lambda: api.facility_api.cannot_send(version, error))
 
     try:
-        return send_file(path, headers.get("range"), digest, headers.get("if-range"), sha256, failed)
+        content = await api.facility_api.content(version, digest)
+        return send_file(path, headers.get("range"), digest, headers.get("if-range"), content, failed)
+    except TensorFileError as error:
+        found = error
     except OSError as error:
         found = UnreadableFileError(path, error)
-        raise await api.ask(lambda: api.facility_api.cannot_send(version, found)) from None
+    raise await api.ask(lambda: api.facility_api.cannot_send(version, found))
 
 
-async def _offset(api: Api, call: Call) -> Json:
-    return {"offset": have(await api.ask(lambda: api.facility_api.may_upload(_update(call), 8)))}
+async def _offset(api: Api, call: Call) -> Offset:
+    return Offset(offset=have(await api.ask(lambda: api.facility_api.may_upload(_update(call), 8))))
 
 
-async def _upload(api: Api, call: Call) -> Json:
+async def _upload(api: Api, call: Call) -> Offset:
     at, update, size = call.path, _update(call), call.path["bytes"]
     path = await api.ask(lambda: api.facility_api.may_upload(update, size))
-    there = await api.uploads.write(
-        update, lambda: receive(call.request, path, offset=at["offset"], total=size), lambda: have(path)
-    )
+
+    async def bring() -> int:
+        _may_still_ask.get()()  # from here on a revocation knows of it
+        return await receive(call.request, path, offset=at["offset"], total=size)
+
+    there = await api.uploads.write(update, bring, lambda: have(path))
     if there == size:
         failpoint("upload.stored")
-    return {"offset": there}
+    return Offset(offset=there)
 
 
 async def _commit(api: Api, call: Call) -> Reply:
     update = _update(call)
-    _must_be_this_run(api, call)
-    if call.body.part:
-        raise Refused(422, "part must be 0: a job of this run hands in once")
+    _must_be_this_run(api, call.body.run)
+    if call.body.part != update.part:
+        raise Refused(422, f"part must be {update.part}, as the path says, found {call.body.part}")
     with api.uploads.checked(update) as goes_on:
         await api.uploads.end(update)
         over = partial(api.uploads.release, update)
-        answer = await api.facility_api.commit(update, call.body, over)
+        answer = await api.facility_api.commit(update, call.body, api.ask, over)
         if answer.status == "checking":
             goes_on()
     return _Json(answer, 202 if answer.status == "checking" else 200)
 
 
 def _update(call: Call) -> Update:
-    return Update(call.who, call.path["sequence"], call.path["attempt"], call.path["sha256"])
+    at = call.path
+    return Update(call.who, at["sequence"], at["attempt"], at.get("part", 0), at["sha256"])
 
 
-async def _status(api: Api, call: Call) -> Json:
+async def _status(api: Api, call: Call) -> RunStatus:
     return await api.ask(lambda: status(api.coordinator, api.access))
 
 
-async def _steer(api: Api, call: Call) -> Json:
+async def _steer(api: Api, call: Call) -> Done:
     act = {"pause": api.coordinator.pause, "resume": api.coordinator.resume, "stop": api.coordinator.stop}
     word = call.path["word"]
     if word not in act:
         raise Refused(404, f"a run can be told {', '.join(act)}, not {word!r}")
     await api.ask(act[word])
-    return {"done": word, "hindrance": api.coordinator.state.hindrance}
+    return Done(done=word, hindrance=api.coordinator.state.hindrance)
 
 
 async def _facility(api: Api, call: Call) -> Reply:
     name, word = call.path["facility"], call.path["word"]
     if name not in api.coordinator.names:
         raise Refused(404, f"there is no facility {name!r}; there are {', '.join(api.coordinator.names)}")
+    if word == "invite" or word.startswith("revoke"):
+        _must_be_alone(api)
     if word == "invite":
-        token, at = await api.ask(lambda: api.access.invite(name)), api.address
+        token, at = await api.ask(lambda: changed(lambda: api.access.invite(name))), api.address
         return Invitation(url=at.url, token=token, certificate=at.certificate, run=at.run)
-    if word == "revoke":
-        had = await api.ask(lambda: api.access.revoke(name))
+    if word in ("revoke", "revoke-and-keep"):
+        had = await api.ask(lambda: revoke(api.coordinator, api.access, name, keep=word != "revoke"))
         await api.uploads.end_all(name)
-        return {"done": word, "had": had}
+        return Done(done=word, had=had)
     act = {"drain": api.coordinator.drain, "join": api.coordinator.join}
     if word not in act:
         raise Refused(404, f"a facility can be told {', '.join((*act, 'invite', 'revoke'))}, not {word!r}")
     await api.ask(lambda: act[word](name))
-    return {"done": word}
+    return Done(done=word)
+
+
+def enrolling(handle: Callable[[Any, Call], Awaitable[Enrolled]]) -> Endpoint:
+    return Endpoint(
+        method="POST",
+        path="/v1/enroll",
+        who="anyone",
+        handle=handle,
+        body=EnrolmentRequest,
+        most=4 << 10,
+        about="a token, once",
+    )
 
 
 UPDATE: Final = "/v1/updates/{sequence}/{attempt}/{sha256}"
+PART: Final = "/v1/updates/{sequence}/{attempt}/part-{part}/{sha256}"  # of a job that stays, after its first
+
+
+def _update_endpoints(path: str) -> tuple[Endpoint, ...]:
+    put = Endpoint(
+        method="PUT", path=path, who="facility", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
+    )
+    return (
+        Endpoint(method="GET", path=path, who="facility", handle=_offset, about="how many bytes of an update are here"),
+        put,
+        Endpoint(
+            method="POST",
+            path=path,
+            who="facility",
+            handle=_commit,
+            body=Handin,
+            most=64 << 10,
+            about="all bytes are here",
+        ),
+    )
+
 
 ENDPOINTS: Final = (
     Endpoint(method="GET", path="/v1/health", who="anyone", handle=_health, about="is it there"),
     Endpoint(method="GET", path="/v1/openapi.json", who="anyone", handle=_schema, about="this interface"),
-    Endpoint(method="POST", path="/v1/enroll", who="anyone", handle=_enrol, body=Enrolment, about="a token, once"),
+    enrolling(_enrol),
     Endpoint(method="POST", path="/v1/poll", who="facility", handle=_poll, body=Poll, about="reports, and what to do"),
     Endpoint(method="GET", path="/v1/models/{version}", who="facility", handle=_model, about="a model, or a part"),
-    Endpoint(method="GET", path=UPDATE, who="facility", handle=_offset, about="how many bytes of an update are here"),
-    Endpoint(
-        method="PUT", path=UPDATE, who="facility", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
-    ),
-    Endpoint(method="POST", path=UPDATE, who="facility", handle=_commit, body=Handin, about="all bytes are here"),
+    *_update_endpoints(UPDATE),
+    *_update_endpoints(PART),
     Endpoint(method="GET", path="/v1/status", who="operator", handle=_status, about="how the run gets on"),
     Endpoint(method="POST", path="/v1/run/{word}", who="operator", handle=_steer, about="pause, resume, stop"),
     Endpoint(
@@ -356,7 +436,7 @@ ENDPOINTS: Final = (
 
 
 def _path_value(name: str, text: str) -> Any:
-    if name in ("version", "sequence", "attempt"):
+    if name in ("version", "sequence", "attempt", "part"):
         return _whole(text, name)
     if name == "sha256" and not SHA256.fullmatch(text):
         raise Refused(422, "sha256 must be 64 hexadecimal digits in lower case")
@@ -369,33 +449,47 @@ def _whole(text: str | None, name: str) -> int:
     return int(text)
 
 
-async def _json(request: Request, kind: type) -> Any:
+async def _json(api: Service, who: str, request: Request, endpoint: Endpoint) -> Any:
+    assert endpoint.body is not None
+    declared = request.headers.get("content-length", "0")
+    if not re.fullmatch("[0-9]{1,9}", declared) or int(declared) > endpoint.most:
+        raise Refused(413, f"the body may have {endpoint.most} bytes")
+    api.limits.bytes(who, int(declared))
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            data = await _body(request)
+            data = b"".join([piece async for piece in request.stream()])
     except TimeoutError:
         raise Refused(408, f"the body took more than {BODY_SECONDS:g} s") from None
+    if len(data) <= SMALL_BODY:
+        return _decode(endpoint.body, data)
+    async with api.limits.one_body(who):
+        return await asyncio.get_running_loop().run_in_executor(api.reader, _decode, endpoint.body, data)
+
+
+def _decode(kind: type, data: bytes) -> Any:
     try:
         given = json.loads(
             data.decode("utf-8"), parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=_pairs
         )
+        _count(given)
         json.dumps(given, ensure_ascii=False).encode()  # JSON can name halves of characters, which nobody can write
         return read(kind, given, "body")
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: a list where a word should be
         raise Refused(400, f"the body is not JSON as it should be: {error}") from None
 
 
-async def _body(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    data = bytearray()
-    if re.fullmatch("[0-9]{1,9}", declared) and int(declared) <= BODY_LIMIT:
-        async for piece in request.stream():
-            data += piece
-            if len(data) > BODY_LIMIT:
-                break
-        else:
-            return bytes(data)
-    raise Refused(413, f"the body may have {BODY_LIMIT} bytes")
+def _count(given: Any) -> None:
+    """Before anything is made of it."""
+    left, open_ = VALUES, [given]
+    while open_:
+        value = open_.pop()
+        if isinstance(value, list | dict):
+            if len(value) > MOST_REPORTS:
+                raise Refused(422, f"the body has {len(value)} of a kind; {MOST_REPORTS} reports are the most")
+            left -= len(value)
+            if left < 0:
+                raise Refused(422, f"the body has more than {VALUES} values")
+            open_.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _int(text: str) -> int:
@@ -415,7 +509,7 @@ def _constant(text: str) -> float:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> Json:
+def _pairs(pairs: list[tuple[str, Any]]) -> Json:  # of a body before its type is read
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key comes twice")
@@ -431,5 +525,5 @@ def _said(error: Exception) -> str:
 
 async def _plain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        return _Json({"reason": error.detail}, error.status_code, headers=error.headers)
-    return _Json({"reason": f"ours: {type(error).__name__}; please report it"}, 500)
+        return _Json(RefusalBody(reason=error.detail), error.status_code, headers=error.headers)
+    return _Json(RefusalBody(reason=f"ours: {type(error).__name__}; please report it"), 500)

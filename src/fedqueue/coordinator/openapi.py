@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -13,24 +14,27 @@ from fedqueue.protocol.codec import Json
 if TYPE_CHECKING:
     from fedqueue.coordinator.http_api import Endpoint
 
+Schema = Json
+"""A document of JSON schema, which is plain JSON by its definition."""
+
 BIGGEST: Final = 2**53
 """Numbers beyond this are nobody's steps or bytes."""
 LONGEST: Final = 1e12
 """The same for numbers with a decimal point: seconds, scores."""
 LONGEST_IN_PATH: Final = 10**15 - 1
 
-_PLAIN: dict[Any, Json] = {
+_PLAIN: dict[Any, Schema] = {
     bool: {"type": "boolean"},
     int: {"type": "integer", "minimum": 0, "maximum": BIGGEST},
     float: {"type": "number", "minimum": -LONGEST, "maximum": LONGEST},
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
-_NUMBERS = ("version", "sequence", "attempt", "offset", "bytes")
+_NUMBERS = ("version", "sequence", "attempt", "part", "offset", "bytes")
 
 
-def openapi(endpoints: Iterable[Endpoint]) -> Json:
-    paths: dict[str, Json] = {}
+def openapi(endpoints: Iterable[Endpoint]) -> Schema:
+    paths: dict[str, Schema] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
@@ -41,9 +45,9 @@ def openapi(endpoints: Iterable[Endpoint]) -> Json:
     }
 
 
-def _operation(endpoint: Endpoint) -> Json:
-    in_path = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    made: Json = {
+def _operation(endpoint: Endpoint) -> Schema:
+    in_path = re.findall(r"{(\w+)}", endpoint.path)
+    made: Schema = {
         "summary": endpoint.about,
         "parameters": [
             {"name": name, "in": where, "required": True, "schema": _parameter(name)}
@@ -62,13 +66,13 @@ def _operation(endpoint: Endpoint) -> Json:
     return made
 
 
-def _parameter(name: str) -> Json:
+def _parameter(name: str) -> Schema:
     if name in _NUMBERS:
         return {"type": "integer", "minimum": 0, "maximum": LONGEST_IN_PATH}
     return {"type": "string", "pattern": "^[0-9a-f]{64}$"} if name == "sha256" else {"type": "string"}
 
 
-def of_type(hint: Any) -> Json:
+def of_type(hint: Any) -> Schema:
     """The JSON schema of a type that our settings reader takes.
 
     >>> of_type(list[int])
@@ -84,7 +88,7 @@ def of_type(hint: Any) -> Json:
     if origin is dict:
         return {"type": "object", "additionalProperties": of_type(inner[1])}
     if dataclasses.is_dataclass(hint):
-        made: Json = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+        made: Schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
         hints, missing = get_type_hints(hint), dataclasses.MISSING
         for field in dataclasses.fields(hint):
             if field.metadata.get("inline"):

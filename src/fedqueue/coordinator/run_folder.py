@@ -6,34 +6,50 @@ import dataclasses
 import json
 import secrets
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from fedqueue import tensorfile
-from fedqueue.config import Config, parse
+from fedqueue.config import Config, FacilitySettings, parse
 from fedqueue.coordinator.coordinator import Coordinator
+from fedqueue.coordinator.learned import Learned, read_learned
 from fedqueue.coordinator.scoring import STORED, TASK, first_model
 from fedqueue.coordinator.store import Store
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger, storage_error
-from fedqueue.protocol.codec import Json
+from fedqueue.metrics import Summary
+from fedqueue.protocol.aggregation import must_match, special
 from fedqueue.protocol.plan import FacilityProfile, Plan
-from fedqueue.protocol.roles import must_match, special
 from fedqueue.runs import SUMMARY, describe
-from fedqueue.training.settings import StoredTask
+from fedqueue.training.job import StoredTask
 
 FINAL: Final = "model.safetensors"
 """The newest model of a run that is over."""
 BEST: Final = "best.safetensors"
 """The best one, unless that is the newest."""
 
+SETTINGS: Final = "federation.toml"
+RUNS: Final = "runs"
+"""In a federation's folder: the folders of its runs."""
+LOG: Final = "run.log"
+"""In the folder of such a run: what its coordinator said."""
 
-def store_config(folder: Path, tree: Json, config_folder: Path) -> None:
+
+def is_federation(folder: Path) -> bool:
+    """Whether `fedqueue serve` is to make this folder a federation, or go on with it as one."""
+    if (folder / STORED).exists():
+        return False
+    if not folder.exists():
+        return folder.suffix != ".toml"
+    return folder.is_dir() and ((folder / SETTINGS).exists() or (folder / RUNS).is_dir() or not any(folder.iterdir()))
+
+
+def store_config(folder: Path, tree: Mapping[str, Any], config_folder: Path) -> None:
     write_json(folder / STORED, {"tree": tree, "folder": str(config_folder.absolute())})
 
 
@@ -81,7 +97,7 @@ def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_mo
     for left in (path, *folder.glob(f"{FILE}-*")):
         left.unlink(missing_ok=True)
     digest, sizes = _first(config, folder, make_model)
-    plan = make_plan(config, sizes)
+    plan = make_plan(config, sizes, read_learned(folder))
     meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
     first = Store(folder).path(digest)
     roles = special(tensorfile.roles(tensorfile.read_header(first), first))
@@ -104,10 +120,11 @@ def has_ledger(folder: Path) -> bool:
         raise RunFolderError(f"{path}: is not a ledger: {error}; put back the one that was there") from None
 
 
-def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
-    """What the strategy is told of a real run: speed and delays are measured, whatever the config says of them. What it
-    says of the start-up counts until that has been measured too."""
+def make_plan(config: Config, sizes: Sequence[int] | None, learned: Mapping[str, Learned]) -> Plan:
+    """What the strategy is told of a real run: speed and delays are measured, whatever the config says of them, or were
+    by the runs before it. What the config says of the start-up counts until that has been measured too."""
     run = config.run
+    before = {facility.name: learned.get(facility.name, Learned()) for facility in config.facility}
     n = len(config.facility)
     by_size = run.data_weights == "size" and sizes is not None
     weights = [size / sum(sizes) for size in sizes] if by_size and sizes is not None else [1 / n] * n
@@ -118,8 +135,11 @@ def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
                 data_weight=weight,
                 max_jobs=facility.max_jobs,
                 nodes=facility.nodes,
-                overhead=facility.startup_seconds,
-                startup_allowance=0.0 if facility.startup_seconds > 0 else config.server.startup_allowance_seconds,
+                most_wall_seconds=facility.max_wall_seconds,
+                steps_per_second=before[facility.name].steps_per_second,
+                first_delay=before[facility.name].first_delay,
+                known_waits=(*facility.known_waits, *before[facility.name].waits),
+                **_startup(config, facility, before[facility.name]),
             )
             for facility, weight in zip(config.facility, weights, strict=True)
         ),
@@ -130,6 +150,14 @@ def make_plan(config: Config, sizes: Sequence[int] | None) -> Plan:
         stop_at_score=run.stop_at_score,
         failures=config.failures,
     )
+
+
+def _startup(config: Config, facility: FacilitySettings, before: Learned) -> dict[str, float]:
+    if facility.startup_seconds > 0:
+        return {"overhead": facility.startup_seconds, "startup_allowance": 0.0}
+    if before.overhead is not None:
+        return {"overhead": before.overhead, "startup_allowance": 0.0}
+    return {"overhead": 0.0, "startup_allowance": config.server.startup_allowance_seconds}
 
 
 def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Sequence[int] | None]:
@@ -150,37 +178,32 @@ def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Se
     else:
         sizes = make_model(config, folder, raw)
     must_match(config.model.roles, tensorfile.read_header(raw).entries)
-    digest = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
-    store.keep(chosen, digest)
+    content = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
+    store.keep(chosen, content)
     store.scratch("first").unlink(missing_ok=True)
-    return digest, sizes
+    return content.sha256, sizes
 
 
-def finish(coordinator: Coordinator, wall_seconds: float) -> Json:
+def finish(coordinator: Coordinator, wall_seconds: float) -> Summary:
     """What a run leaves when it is over: the figures, and the last model and the best under plain names. What is there
     stays: who serves a run that is over, so that the last agents hear of it, adds nothing to it."""
     config, folder, newest = coordinator.config, coordinator.folder, coordinator.state.newest
-    names = {coordinator.best: BEST, newest: FINAL}
+    names = {coordinator.scores.best: BEST, newest: FINAL}
     # The models first: if one of them is gone, the next try must not describe it and lay out another.
     for version, name in names.items():
         if version is not None and not (folder / name).exists():
             digest = coordinator.outcomes.models[version]
             tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
     if (folder / SUMMARY).exists():
-        found: Json = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        found: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return found
     summary = coordinator.tally.summary(
         strategy=config.run.strategy, seed=config.run.seed, wall_seconds=round(wall_seconds, 3)
     )
+    scores = coordinator.outcomes.scores
     summary["models"] = {
-        "newest": _described(coordinator, newest, folder / FINAL),
-        "best": _described(coordinator, coordinator.best, folder / names[coordinator.best]),
+        which: None if at is None else {"version": at, "score": scores.get(at), "file": str(folder / names[at])}
+        for which, at in (("newest", newest), ("best", coordinator.scores.best))
     }
     write_json(folder / SUMMARY, summary)
     return summary
-
-
-def _described(coordinator: Coordinator, version: int | None, file: Path) -> Json | None:
-    if version is None:
-        return None
-    return {"version": version, "score": coordinator.outcomes.scores.get(version), "file": str(file)}

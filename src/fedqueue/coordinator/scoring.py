@@ -1,23 +1,34 @@
-"""Scores of new models, made beside the coordinator by processes of their own, so that no round waits for one."""
+"""Scores of new models: which are wanted, and by whom they are made.
+
+Beside the coordinator processes of their own make them, so that no round waits for one; or a facility does.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fedqueue import tensorfile
 from fedqueue.config import Config
-from fedqueue.coordinator.coordinator import Coordinator, Scorer
 from fedqueue.errors import ConfigError
-from fedqueue.protocol.messages import finite_or_none
+from fedqueue.metrics import best_of
+from fedqueue.protocol.messages import ModelScored, finite_or_none
+from fedqueue.protocol.reports import Unscored
+
+if TYPE_CHECKING:
+    from fedqueue.coordinator.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
 
 STORED: Final = "config.json"
 """The run's config in its folder: plain values and where relative paths begin."""
@@ -25,6 +36,131 @@ TASK: Final = "task.json"
 """What of it jobs and scorers need."""
 
 TRIES: Final = 2  # of one model, before the run goes on without its score
+
+
+class Scorer(Protocol):
+    """Scores models beside the coordinator."""
+
+    def score(self, version: int, model: Path) -> None:
+        """Begin; `Scores.scored` is told what comes of it."""
+
+    def close(self) -> None: ...
+
+
+class Scores:
+    """The scores of a run, in the thread of its coordinator."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._evaluation = coordinator.config.evaluation
+        self.scorer: Scorer | None = None  # beside the coordinator, once that is open; None: nothing is scored there
+        self._under_way: set[int] = set()
+        self._waiting: set[int] = set()  # of these, those whose files are waited for
+        self._asked: int | None = None  # at a facility
+        self._over_since: float | None = None  # monotonic
+        self._unscorable: set[int] = set()  # models that a facility has tried to score
+
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
+
+    def begin(self, version: int) -> None:
+        """Have a new model scored here, if that is where it is done."""
+        path = self._coordinator.store.path(self._coordinator.outcomes.models[version])
+        if self.scorer is not None and self._coordinator.counts_on(path.stem):
+            self._under_way.add(version)
+            self.scorer.score(version, path)
+
+    def begin_again(self) -> None:
+        """What was wrong with files is mended."""
+        again, self._waiting = sorted(self._waiting), set()
+        for version in again:
+            self.begin(version)
+
+    def failed(self, version: int, error: Exception) -> None:
+        """Its file cannot be used now; it is scored when that is mended."""
+        self._waiting.add(version)
+        digest = self._coordinator.outcomes.models[version]
+        self._coordinator.cannot_use(digest, f"model {version} cannot be scored", error)
+
+    def scored(self, version: int, metrics: dict[str, float | None] | None) -> None:
+        """A score came, or None: there will be none."""
+        self._under_way.discard(version)
+        if metrics is not None and version not in self._coordinator.outcomes.scores:
+            event = ModelScored(at=self._coordinator.now, version=version, metrics=metrics)
+            self._coordinator.tell(event, origin=f"score/{version}")
+        self._coordinator.pump()
+
+    def came(self, event: ModelScored) -> None:
+        """It is on record. Says which models older than this one will get no score any more."""
+        self._asked = None
+        scores, unscored = self._coordinator.outcomes.scores, self._coordinator.outcomes.unscored()
+        before = max((other for other in scores if other < event.version), default=-1)
+        passed = [other for other in unscored if before < other < event.version and self.wants(other)]
+        if passed:
+            which = f"model {passed[0]}" if len(passed) == 1 else f"{len(passed)} models, {passed[0]} to {passed[-1]},"
+            why = "scoring takes longer than a round, or failed"
+            if self._evaluation.where in self._coordinator.names:  # which says itself what failed
+                why = f"newer models came before {self._evaluation.where} could begin"
+            log.info(f"{which} passed over without a score: {why}")
+        if event.metrics.get("score") is None:
+            log.warning(f"the score of model {event.version} is not a finite number")
+
+    def are_awaited(self) -> bool:
+        """Whether the end of the run has to wait for one."""
+        newest, at_facility = self._coordinator.state.newest, self._evaluation.where in self._coordinator.names
+        return bool(self._under_way) or (at_facility and self.wants(newest) and not self.waited_long_enough())
+
+    # Which model is best --------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> int | None:
+        """The version with the best score of those that are kept; None: none has one, or the best is not kept."""
+        if self._coordinator.config.model.keep == "needed":
+            return None
+        models, scores = self._coordinator.outcomes.models, self._coordinator.outcomes.scores
+        return best_of({v: score for v, score in scores.items() if self._coordinator.store.counts_on(models[v])})
+
+    def needed(self) -> set[int]:
+        """Versions whose files must stay for the sake of scores."""
+        # The best also while its file is gone: when somebody puts it back, it stays.
+        keep_best = self._coordinator.config.model.keep == "best"
+        best = best_of(self._coordinator.outcomes.scores) if keep_best else None
+        return self._under_way | {version for version in (best, self.best, self._asked) if version is not None}
+
+    # At a facility --------------------------------------------------------------------------------------
+
+    def wants(self, version: int) -> bool:
+        return version not in self._coordinator.outcomes.scores and version not in self._unscorable
+
+    def asks_for(self, version: int) -> None:
+        """A facility is asked for it. The first since the last score is likely to be under way: its file stays, in case
+        it turns out the best."""
+        if self._asked is None:
+            self._asked = version
+
+    def given_up(self, facility: str, given_up: Sequence[Unscored]) -> None:
+        """The facility that scores models says which it cannot score."""
+        if self._evaluation.where != facility:
+            return
+        for found in given_up:
+            if self.wants(found.version) and found.version in self._coordinator.outcomes.models:
+                self._unscorable.add(found.version)
+                log.warning(f"model {found.version} gets no score: {found.reason}")
+
+    def waited_long_enough(self) -> bool:
+        """Whether a facility that scores models has had its time for the last one."""
+        coordinator, seconds = self._coordinator, self._evaluation.timeout_seconds
+        if coordinator.left_as == coordinator.state.stopped:
+            return True  # who serves a run that is over changes none of its figures
+        if self._over_since is None:
+            self._over_since = time.monotonic()
+            newest, where = coordinator.state.newest, self._evaluation.where
+            log.info(f"waits for the score of model {newest} by {where}, for {seconds:g} s at most")
+        return time.monotonic() - self._over_since > seconds
+
+
+# Beside the coordinator ---------------------------------------------------------------------------------
 
 
 def make_scorer(config: Config, folder: Path) -> Callable[[Coordinator], Scorer] | None:
@@ -90,14 +226,14 @@ class ScoringThread:
                     metrics = self._way.ask(version, model, self._timeout)
                     break
                 except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-                    self._coordinator.say(f"model {version} could not be scored: {error}")
+                    log.warning(f"model {version} could not be scored: {error}")
             self._settle(version, metrics)
 
     def _cannot(self, version: int, error: tensorfile.TensorFileError) -> None:
-        self._coordinator.ask(lambda: self._coordinator.not_scored(version, error))
+        self._coordinator.ask(lambda: self._coordinator.scores.failed(version, error))
 
     def _settle(self, version: int, metrics: dict[str, float | None] | None) -> None:
-        self._coordinator.ask(lambda: self._coordinator.scored(version, metrics))
+        self._coordinator.ask(lambda: self._coordinator.scores.scored(version, metrics))
 
 
 def read_metrics(given: Any) -> dict[str, float | None]:

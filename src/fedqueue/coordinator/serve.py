@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import socket
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from fedqueue import plugins
 from fedqueue.config import Config
-from fedqueue.coordinator.access import Access
-from fedqueue.coordinator.coordinator import Coordinator, Scorer
+from fedqueue.coordinator.access import Access, settle
+from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.run_folder import ensure_ledger, finish
-from fedqueue.coordinator.scoring import make_scorer
+from fedqueue.coordinator.scoring import Scorer, make_scorer
 from fedqueue.coordinator.server import excusing, listen, serving
 from fedqueue.errors import RunFolderError, StorageError
-from fedqueue.failpoints import failpoint
-from fedqueue.protocol.codec import Json
+from fedqueue.files import failpoint, is_locked, lock_file, only_ours
+from fedqueue.metrics import Summary
 from fedqueue.protocol.contract import Address
 from fedqueue.protocol.state import View
 from fedqueue.tensorfile import TensorFileError
+
+log = logging.getLogger(__name__)
 
 LOCK: Final = ".coordinator.lock"
 LOCK_TRIES: Final = 10
@@ -45,58 +50,93 @@ def coordinate(
     beside: Beside,
     make_scorer: Callable[[Config, Path], Callable[[Coordinator], Scorer] | None] = make_scorer,
     views: Sequence[View] = (),
-    say: Callable[[str], None] = lambda line: None,
     until: Callable[[], bool] = lambda: False,
-) -> Json | None:
+) -> Summary | None:
     """The summary when the run is over; None: it was told to leave off, and can go on later."""
     with ExitStack() as stack:
-        stack.enter_context(_alone(folder))
-        listener = listen(config)
+        only_ours(folder, group="" if config.server.group_may_write else "server.group_may_write")
+        stack.enter_context(alone(folder))
+        listener = listen(config.server)
         stack.callback(listener.close)
-        told, said = False, ""
-        listeners = plugins.listeners(config, folder)
-        while True:
+        place = _OwnServer(config, folder, listener, plain, beside)
+        return go_on(config, folder, place, make_scorer=make_scorer, views=views, until=until)
+
+
+class Place(Protocol):
+    """Where a coordinator is reached."""
+
+    def open(self, coordinator: Coordinator) -> AbstractContextManager[object]:
+        """While it works."""
+
+    def closed(self, reason: str) -> AbstractContextManager[object]:
+        """While it cannot."""
+
+
+@dataclass
+class _OwnServer:
+    config: Config
+    folder: Path
+    listener: socket.socket
+    plain: bool
+    beside: Beside
+
+    @contextmanager
+    def open(self, coordinator: Coordinator) -> Iterator[None]:
+        access = Access(self.folder)
+        settle(coordinator, access)
+        with (
+            serving(coordinator, access, self.listener, plain=self.plain) as address,
+            self.beside(coordinator, access, address),
+        ):
+            yield
+
+    def closed(self, reason: str) -> AbstractContextManager[None]:
+        return excusing(self.config, self.folder, self.listener, reason, plain=self.plain)
+
+
+def go_on(
+    config: Config,
+    folder: Path,
+    place: Place,
+    *,
+    make_scorer: Callable[[Config, Path], Callable[[Coordinator], Scorer] | None] = make_scorer,
+    views: Sequence[View] = (),
+    until: Callable[[], bool] = lambda: False,
+) -> Summary | None:
+    """From what the folder holds; as `coordinate`."""
+    told, said = False, ""
+    listeners = plugins.listeners(config, folder)
+    while True:
+        try:
+            ensure_ledger(config, folder)
+            began = time.monotonic()
+            scorer = make_scorer(config, folder)
+            coordinator = Coordinator(config, folder, listeners=listeners, views=views, scorer=scorer, told=told)
+            told = True
+            if said and coordinator.state.stopped is None:
+                log.info("there is room again; the run goes on" if "room" in said else "the run goes on")
+                said = ""
             try:
-                ensure_ledger(config, folder)
-                began = time.monotonic()
-                coordinator = Coordinator(
-                    config,
-                    folder,
-                    listeners=listeners,
-                    views=views,
-                    scorer=make_scorer(config, folder),
-                    say=say,
-                    told=told,
-                )
-                told = True
-                if said and coordinator.state.stopped is None:
-                    say("there is room again; the run goes on" if "room" in said else "the run goes on")
-                    said = ""
-                try:
-                    access = Access(folder)
-                    with (
-                        serving(coordinator, access, listener, plain=plain) as address,
-                        beside(coordinator, access, address),
-                    ):
-                        coordinator.run(until)
-                    if coordinator.state.stopped is None:
-                        return None
-                    failpoint("run.over")
-                    summary = finish(coordinator, time.monotonic() - began)
-                    failpoint("run.finished")
-                    return summary
-                finally:
-                    coordinator.close()
-            except (StorageError, TensorFileError, OSError, sqlite3.OperationalError) as error:
-                # What the ledger has is whole. Whatever came after it is asked for again.
-                if until() or (not told and not isinstance(error, StorageError)):
-                    raise  # a start that cannot be is for whoever starts it to mend
-                why = f"{error}; {'waiting for room' if 'make room' in str(error) else 'it is tried again by itself'}"
-                if why != said:
-                    say(why)
-                said = why
-                with excusing(config, folder, listener, f"the coordinator's disk: {why}; nothing is lost", plain=plain):
-                    _wait_for_room(folder, until)
+                with place.open(coordinator):
+                    coordinator.run(until)
+                if coordinator.state.stopped is None:
+                    return None
+                failpoint("run.over")
+                summary = finish(coordinator, time.monotonic() - began)
+                failpoint("run.finished")
+                return summary
+            finally:
+                coordinator.close()
+        except (StorageError, TensorFileError, OSError, sqlite3.OperationalError) as error:
+            # What the ledger has is whole. Whatever came after it is asked for again.
+            if until() or (not told and not isinstance(error, StorageError)):
+                raise  # a start that cannot be is for whoever starts it to mend
+            why = f"{error}; {'waiting for room' if 'make room' in str(error) else 'it is tried again by itself'}"
+            if why != said:
+                log.warning(why)
+            said = why
+            with place.closed(f"the coordinator's disk: {why}; nothing is lost"):
+                _wait_for_room(folder, until)
 
 
 def _wait_for_room(folder: Path, until: Callable[[], bool]) -> None:
@@ -116,23 +156,19 @@ def _wait_for_room(folder: Path, until: Callable[[], bool]) -> None:
 def is_at_work(folder: Path) -> bool:
     """Whether a coordinator of this run lives."""
     try:
-        with (folder / LOCK).open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
+        return is_locked(folder / LOCK)
     except OSError:
         return False
 
 
-class _alone:  # it reads as a word
+class alone:  # it reads as a word
     """One coordinator a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __enter__(self) -> None:
-        self._file = (self._folder / LOCK).open("a")
+        self._file = lock_file(self._folder / LOCK)
         for _ in range(LOCK_TRIES):  # whoever looks whether one is at work has it for a moment
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fedqueue.config import Config
+from fedqueue.config import Config, ServerSettings
 from fedqueue.coordinator.access import OPERATOR, Access
 from fedqueue.coordinator.certificate import make_certificate
-from fedqueue.coordinator.connection import Connection
+from fedqueue.coordinator.connections import HEAD_BYTES, Connection, Connections, Server
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.errors import ConfigError, FedQueueError
-from fedqueue.files import write_json
+from fedqueue.files import only_mine, write_json
 from fedqueue.network import is_loopback
 from fedqueue.protocol.contract import Address
 
@@ -31,9 +31,6 @@ ADDRESS = "address.json"
 
 NOT_NOW = "the coordinator cannot work now, and tries again by itself; nothing is lost"
 
-HEAD_BYTES = 64 << 10
-"""Of a request, before its body."""
-
 
 @contextlib.contextmanager
 def serving(
@@ -41,31 +38,37 @@ def serving(
 ) -> Iterator[Address]:
     """Answers requests in a thread of its own; gives the address. `plain`: no TLS, which only loopback allows."""
     config, folder = coordinator.config, coordinator.folder
-    host, port = listener.getsockname()[:2]
-    loopback = is_loopback(host)
-    if plain and not loopback:
-        raise ConfigError(f"server.host: plain HTTP on {config.server.host} is refused; use loopback, or TLS")
-    certificate, key = _certificate(config, folder) if not plain else (None, None)
-    called = config.server.names[0] if config.server.names else (host if loopback else socket.gethostname())
-    url = _url("http" if plain else "https", called, port)
-    own = certificate is not None and config.server.certificate is None
-    # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
-    near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    address = Address(
-        url=url,
-        certificate=certificate.read_text() if own and certificate else None,
-        run=coordinator.run_id,
-        local=_url("http" if plain else "https", near, port) if own or plain else url,
-        port=port,
-        ca=str(certificate.absolute()) if certificate is not None else None,
-    )
+    files = certificate_of(config.server, Path(config.folder), folder) if not plain else None
+    address = address_of(config.server, listener, files, run=coordinator.run_id)
     api = Api(coordinator, access, address)
-    with _answering(api.app, listener, certificate, key):
+    with answering(config.server, api.app, listener, files):
         write_json(folder / ADDRESS, address)
         try:
             yield address
         finally:
-            api.facility_api.close()
+            api.close()
+
+
+def address_of(server: ServerSettings, listener: socket.socket, files: Files | None, *, run: str = "") -> Address:
+    """Where we listen, with these files of TLS; None: without."""
+    host, port = listener.getsockname()[:2]
+    loopback = is_loopback(host)
+    if files is None and not loopback:
+        raise ConfigError(f"server.host: plain HTTP on {server.host} is refused; use loopback, or TLS")
+    called = server.names[0] if server.names else (host if loopback else socket.gethostname())
+    scheme = "http" if files is None else "https"
+    url = _url(scheme, called, port)
+    own = files is not None and server.certificate is None
+    # For commands on this machine: our own certificate is good for this address too, another one for its name alone.
+    near = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return Address(
+        url=url,
+        certificate=files.certificate.read_text() if own and files is not None else None,
+        run=run,
+        local=_url(scheme, near, port) if own or files is None else url,
+        port=port,
+        ca=str(files.certificate.absolute()) if files is not None else None,
+    )
 
 
 @contextlib.contextmanager
@@ -82,13 +85,14 @@ def excusing(config: Config, folder: Path, listener: socket.socket, reason: str,
 
     with contextlib.ExitStack() as held:
         with contextlib.suppress(FedQueueError, OSError):  # without a certificate nobody can be told anything
-            certificate, key = _certificate(config, folder) if not plain else (None, None)
-            held.enter_context(_answering(later, listener, certificate, key))
+            files = certificate_of(config.server, Path(config.folder), folder) if not plain else None
+            held.enter_context(answering(config.server, later, listener, files))
         yield
 
 
 @contextlib.contextmanager
-def _answering(app: ASGIApp, listener: socket.socket, certificate: Path | None, key: Path | None) -> Iterator[None]:
+def answering(limits: ServerSettings, app: ASGIApp, listener: socket.socket, files: Files | None) -> Iterator[None]:
+    """In a thread of its own; without `files` there is no TLS."""
     settings = uvicorn.Config(
         app,
         log_level="critical",
@@ -100,15 +104,14 @@ def _answering(app: ASGIApp, listener: socket.socket, certificate: Path | None, 
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
+        ssl_certfile=files.certificate if files is not None else None,
+        ssl_keyfile=files.key if files is not None else None,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEAD_BYTES,
     )
     _load(settings)
-    server = uvicorn.Server(settings)
-    _allow_many_files()
+    server = Server(settings, Connections(limits.connections, limits.connections_per_address))
     sockets = [listener.dup()]  # the server closes what it is given
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="http", daemon=True)
     thread.start()
@@ -119,18 +122,18 @@ def _answering(app: ASGIApp, listener: socket.socket, certificate: Path | None, 
         thread.join(timeout=10)
 
 
-def listen(config: Config) -> socket.socket:
+def listen(server: ServerSettings) -> socket.socket:
     """The address is taken before anything else begins: two coordinators of one run cannot both have it."""
-    family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     # Named as TCP, so that asyncio sends each answer at once (TCP_NODELAY) instead of waiting for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.server.host, config.server.port))
+        listener.bind((server.host, server.port))
         listener.listen(512)
     except OSError as error:
         listener.close()
-        place = f"{config.server.host}:{config.server.port}"
+        place = f"{server.host}:{server.port}"
         raise ConfigError(f"server.port: cannot listen on {place}: {error.strerror}; choose another") from None
     return listener
 
@@ -147,23 +150,23 @@ def _load(settings: uvicorn.Config) -> None:
         raise ConfigError(f"server.certificate: it and its key cannot be used: {what}; give PEM files") from None
     if settings.ssl is not None:
         settings.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+        settings.ssl.options |= ssl.OP_NO_RENEGOTIATION  # it costs us more than who asks for it
 
 
-def _allow_many_files() -> None:
-    """Connections must not take the file descriptors that the ledger and the updates need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * Connection.most
-    if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
+class Files(NamedTuple):
+    """Of TLS, in PEM."""
+
+    certificate: Path
+    key: Path
 
 
-def _certificate(config: Config, folder: Path) -> tuple[Path, Path]:
-    server = config.server
+def certificate_of(server: ServerSettings, home: Path, folder: Path) -> Files:
+    """Its own, beside its config, or one that is made in the folder."""
     if server.certificate is None or server.key is None:
-        return make_certificate(folder, [*server.names, server.host])
-    home = Path(config.folder)
-    paths = home / server.certificate, home / server.key
-    for path, key in zip(paths, ("certificate", "key"), strict=True):
+        return Files(*make_certificate(folder, [*server.names, server.host]))
+    files = Files(home / server.certificate, home / server.key)
+    for path, key in zip(files, Files._fields, strict=True):
         if not path.is_file():
             raise ConfigError(f"server.{key}: {path} is not a file")
-    return paths
+    only_mine(files.key, of_system=True)
+    return files

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from fedqueue.coordinator.coordinator import Refused
 from fedqueue.errors import FedQueueError
+from fedqueue.protocol.contract import JobId, UpdateKey, job_id
+from fedqueue.tensorbytes import Content
 from fedqueue.tensorfile import ChangedFileError, TensorFileError, UnreadableFileError
 
 WRITE_BYTES: Final = 1 << 20
@@ -161,19 +166,99 @@ def _failure(error: OSError) -> BlobError:
     return BlobError(f"cannot be written: {error.strerror}")
 
 
+class Update(NamedTuple):
+    """Bytes that a facility brings, as it names them."""
+
+    facility: str
+    sequence: int
+    attempt: int
+    part: int
+    sha256: str
+
+    @property
+    def job_id(self) -> JobId:
+        return job_id(self.facility, self.sequence)
+
+    @property
+    def key(self) -> UpdateKey:
+        return self.job_id, self.attempt, self.part
+
+
+class Uploads:
+    """Who writes to an update: one request at a time, and none while it is checked.
+
+    An update that was checked must stay as it was: bytes that come late through a connection that was opened early
+    would otherwise be summed into a model unseen.
+    """
+
+    def __init__(self) -> None:
+        self._writing: dict[Update, asyncio.Task[int]] = {}
+        self._checking: set[Update] = set()
+
+    async def write(self, update: Update, receive: Callable[[], Awaitable[int]], have: Callable[[], int]) -> int:
+        """Receive bytes of it; the newest request counts, since an older one may be a connection that broke."""
+        await self.end(update)
+        if update in self._checking or update in self._writing:
+            raise Refused(409, "it is being checked, or sent by another request", offset=have())
+        task = asyncio.ensure_future(receive())
+        self._writing[update] = task
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()  # whoever waited for it is gone
+            if self._writing.get(update) is task:
+                del self._writing[update]
+        if task.cancelled():
+            raise Refused(409, "another request sends this update now", offset=have())
+        return task.result()
+
+    async def end(self, update: Update) -> None:
+        """Nobody writes to it when this returns."""
+        task = self._writing.get(update)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if self._writing.get(update) is task:
+                del self._writing[update]
+
+    async def end_all(self, facility: str) -> None:
+        for update in [update for update in self._writing if update.facility == facility]:
+            await self.end(update)
+
+    @contextmanager
+    def checked(self, update: Update) -> Iterator[Callable[[], None]]:
+        """Inside, and until `release` if the function given was called, nobody may write to it."""
+        self._checking.add(update)
+        later = False
+
+        def goes_on() -> None:
+            nonlocal later
+            later = True
+
+        try:
+            yield goes_on
+        finally:
+            if not later:
+                self._checking.discard(update)
+
+    def release(self, update: Update) -> None:
+        """Its check is over."""
+        self._checking.discard(update)
+
+
 def send_file(
     path: Path,
     range_header: str | None,
     etag: str,
     if_range: str | None = None,
-    sha256: str | None = None,
+    content: Content | None = None,
     failed: Callable[[TensorFileError], None] = lambda error: None,
 ) -> Response:
     """The file, or the one byte range asked for (206, or 416 when there is no such range).
 
     `etag` is bare, without quotes. A range with an `if_range` of another file is answered with the whole file. If the
-    file cannot be opened now, the `OSError` is raised; `failed` is told of what is found wrong while it is sent. With a
-    `sha256` a file that has another is never sent to its end. Of a range it is not known: whoever has all ranges looks.
+    file cannot be opened now, the `OSError` is raised. Each piece is compared with the checksum that `content` has of
+    it; one that has changed is never sent, nor what comes after it. `failed` is told what is found wrong meanwhile.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -182,12 +267,12 @@ def send_file(
         range_header = None
     found = _parse_range(range_header, size)
     if found is None:
-        return _Stream(_read(path, 0, size, sha256, failed), size, 200, headers)
+        return _Stream(_read(path, 0, size, size, content, failed), size, 200, headers)
     begin, end = found
     if begin >= end:
         return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
     headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
-    return _Stream(_read(path, begin, end, None, failed), end - begin, 206, headers)
+    return _Stream(_read(path, begin, end, size, content, failed), end - begin, 206, headers)
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
@@ -219,14 +304,16 @@ class _Stream(StreamingResponse):
 
 
 async def _read(
-    path: Path, begin: int, end: int, sha256: str | None, failed: Callable[[TensorFileError], None]
+    path: Path,
+    begin: int,
+    end: int,
+    size: int,
+    content: Content | None,
+    failed: Callable[[TensorFileError], None],
 ) -> AsyncIterator[bytes]:
-    digest = hashlib.sha256() if sha256 is not None else None
+    places = [*sorted(content.checksums), size] if content is not None else [*range(0, size, READ_BYTES), size]
     try:
-        async for data in _pieces(path, begin, end, digest):
-            begin += len(data)
-            if begin == end and digest is not None and digest.hexdigest() != sha256:
-                raise ChangedFileError(path)
+        async for data in _pieces(path, begin, end, places, content):
             yield data
     except OSError as error:
         failed(UnreadableFileError(path, error))
@@ -236,27 +323,31 @@ async def _read(
         raise BlobError(str(error)) from None
 
 
-async def _pieces(path: Path, begin: int, end: int, digest: hashlib._Hash | None) -> AsyncIterator[bytes]:
-    def piece(begin: int) -> bytes:
-        data = os.pread(file, min(READ_BYTES, end - begin), begin)
-        if digest is not None:
-            digest.update(data)
-        return data
+async def _pieces(path: Path, begin: int, end: int, places: list[int], content: Content | None) -> AsyncIterator[bytes]:
+    """The bytes from `begin` to `end`, read by whole pieces, which begin at `places`; small ones together."""
+
+    def read(first: int, last: int) -> bytes:
+        data = os.pread(file, places[last] - places[first], places[first])
+        if len(data) != places[last] - places[first]:
+            raise ChangedFileError(path)
+        if content is not None:
+            for place, after in pairwise(places[first : last + 1]):
+                content.must_have(path, place, memoryview(data)[place - places[first] : after - places[first]])
+        return data[max(0, begin - places[first]) : end - places[first]]
 
     loop = asyncio.get_running_loop()
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     coming: asyncio.Future[bytes] | None = None
     try:
         os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_SEQUENTIAL)
-        while begin < end:
-            coming = coming or loop.run_in_executor(None, piece, begin)
-            data, coming = await coming, None
-            if not data:
-                raise ChangedFileError(path)
-            begin += len(data)
-            if begin < end:
-                coming = loop.run_in_executor(None, piece, begin)
-            yield data
+        first = bisect_right(places, begin) - 1
+        while places[first] < end or coming is not None:
+            data, coming = await coming if coming is not None else b"", None
+            if places[first] < end:
+                last = max(first + 1, bisect_right(places, places[first] + READ_BYTES) - 1)
+                coming, first = loop.run_in_executor(None, read, first, last), last
+            if data:
+                yield data
     finally:
         if coming is not None:
             await asyncio.wait([coming])  # the file must stay open until it is read

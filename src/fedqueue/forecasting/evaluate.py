@@ -30,8 +30,8 @@ from fedqueue.forecasting.scores import (
 )
 from fedqueue.forecasting.state import Kind, events
 from fedqueue.history.joblog import JobLog
-from fedqueue.protocol.budget import reserve
 from fedqueue.protocol.predict import CALIBRATED, LEVELS, PREDICTORS, Forecast, check_name, make_predictor
+from fedqueue.protocol.predict.base import reserve
 
 PUBLISHED: Final = "ewma"  # what every forecaster is held against
 BOOSTING: Final = "boosting"

@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 
 from fedqueue.errors import ConfigError
-from fedqueue.history.lines import NEVER_STARTED, Job, Options, Tally
+from fedqueue.history.lines import NEVER_STARTED, LoggedJob, Options, Tally
 from fedqueue.ledger import FILE, LedgerReader
 
 _STARTED = """
@@ -24,7 +24,7 @@ def ledger_of(path: Path) -> Path | None:
         return path if file.read(16) == b"SQLite format 3\0" else None
 
 
-def ledger_jobs(path: Path, options: Options, tally: Tally) -> Iterator[Job]:
+def ledger_jobs(path: Path, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """Times are of the run clock, whose second 0 has no Unix time. Processors are the facility's nodes."""
     tally.format, tally.counts = "ledger", "nodes"
     with LedgerReader(path) as ledger:

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from fedqueue.errors import ConfigError, DataError
 
-Job = tuple[float, float, float, float, float]
+LoggedJob = tuple[float, float, float, float, float]
 """submit, wait, run, requested, procs of one job that started, in seconds; nan: unknown (run and requested)."""
 
 NEVER_STARTED: Final = "never started"
@@ -80,7 +80,7 @@ class Tally:
 class Reader(Protocol):
     """Of one file in one format, line by line."""
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         """A job; or why it is left out; or None for a line that stands for no job. ValueError: it is broken."""
 
 
@@ -94,7 +94,7 @@ class Format:
     reader: Callable[[Options, Tally], Reader]
 
 
-def job(submit: float, eligible: float, start: float, end: float, requested: float, procs: float) -> Job | str:
+def job(submit: float, eligible: float, start: float, end: float, requested: float, procs: float) -> LoggedJob | str:
     """A job from its times, nan where unknown; or why it cannot count.
 
     A job that was held, or waited for another one, counts as submitted when it became eligible: from then on the

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from fedqueue.errors import ConfigError, DataError
 from fedqueue.history.joblog import JobLog
-from fedqueue.history.lines import Job, Options, Tally, unreadable
+from fedqueue.history.lines import LoggedJob, Options, Tally, unreadable
 from fedqueue.history.read import as_log, chunks, day_files, jobs
 
 Scheduler = Literal["slurm", "pbs", "sge"]
@@ -31,7 +31,7 @@ def read_live(scheduler: Scheduler, days: int = 30, options: Options | None = No
     return as_log(scheduler, chunks(live_jobs(scheduler, days, options or Options(), tally)), tally, scheduler)
 
 
-def live_jobs(scheduler: Scheduler, days: int, options: Options, tally: Tally) -> Iterator[Job]:
+def live_jobs(scheduler: Scheduler, days: int, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """Each job submitted in the last days, as `jobs` gives those of a file."""
     if days < 1:
         raise ConfigError(f"--days must be 1 or more, found {days}")
@@ -44,7 +44,7 @@ def live_jobs(scheduler: Scheduler, days: int, options: Options, tally: Tally) -
             tally.dropped[f"submitted more than {days} days ago"] += 1
 
 
-def _slurm(days: int, options: Options, tally: Tally) -> Iterator[Job]:
+def _slurm(days: int, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """Times are asked for in UTC, so that no hour is there twice."""
     env = {**os.environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def _slurm(days: int, options: Options, tally: Tally) -> Iterator[Job]:
         yield from jobs(path, utc, tally)
 
 
-def _pbs(days: int, options: Options, tally: Tally) -> Iterator[Job]:
+def _pbs(days: int, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     folder = _first_there(map(_accounting, _pbs_homes()))
     if folder is None:
         raise DataError("PBS: no accounting folder here; run this on its server, or copy server_priv/accounting here")
@@ -112,7 +112,7 @@ def _pbs_homes() -> list[str]:
     return [*found, *PBS_HOMES]
 
 
-def _sge(days: int, options: Options, tally: Tally) -> Iterator[Job]:
+def _sge(days: int, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     cell = os.environ.get("SGE_CELL", "default")
     root = os.environ.get("SGE_ROOT")
     files = [Path(home) / cell / "common" / "accounting" for home in ((root,) if root else SGE_ROOTS)]
@@ -122,7 +122,7 @@ def _sge(days: int, options: Options, tally: Tally) -> Iterator[Job]:
     yield from jobs(path, options, tally)
 
 
-SOURCES: Final[dict[Scheduler, Callable[[int, Options, Tally], Iterator[Job]]]] = {
+SOURCES: Final[dict[Scheduler, Callable[[int, Options, Tally], Iterator[LoggedJob]]]] = {
     "slurm": _slurm,
     "pbs": _pbs,
     "sge": _sge,

@@ -9,7 +9,7 @@ import re
 from math import nan
 from typing import Final
 
-from fedqueue.history.lines import PART_OF_JOB, Format, Job, Options, Tally, duration, job, number
+from fedqueue.history.lines import PART_OF_JOB, Format, LoggedJob, Options, Tally, duration, job, number
 
 _RECORD: Final = re.compile(r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;[A-Za-z]+;[^;]*;")
 
@@ -24,7 +24,7 @@ class PbsReader:
         tally.counts = "cores" if options.cores else "nodes"
         self._cores = options.cores
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         if not line.strip():
             return None
         if not _RECORD.match(line):

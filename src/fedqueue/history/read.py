@@ -19,7 +19,7 @@ import numpy as np
 from fedqueue.errors import DataError
 from fedqueue.history.joblog import Floats, JobLog
 from fedqueue.history.ledgers import ledger_jobs, ledger_of
-from fedqueue.history.lines import Format, Job, Options, Reader, Tally, open_text, unreadable
+from fedqueue.history.lines import Format, LoggedJob, Options, Reader, Tally, open_text, unreadable
 from fedqueue.history.pbs import PBS
 from fedqueue.history.sacct import SACCT
 from fedqueue.history.sge import SGE
@@ -71,13 +71,13 @@ def by_submission(rows: Floats) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return order
 
 
-def chunks(found: Iterator[Job], size: int = CHUNK) -> Iterator[Floats]:
+def chunks(found: Iterator[LoggedJob], size: int = CHUNK) -> Iterator[Floats]:
     """Jobs as rows of numbers, some thousands at a time."""
     while part := list(islice(found, size)):
         yield np.array(part, dtype=np.float64)
 
 
-def jobs(path: Path, options: Options, tally: Tally) -> Iterator[Job]:
+def jobs(path: Path, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """Each job that started, in the order of the file; what else is there is counted in `tally`.
 
     A run folder is read by its ledger, a folder of PBS accounting files day by day.
@@ -106,7 +106,7 @@ def day_files(folder: Path) -> list[Path]:
     return found
 
 
-def parse(lines: Iterable[str], made: Format, where: Path, options: Options, tally: Tally) -> Iterator[Job]:
+def parse(lines: Iterable[str], made: Format, where: Path, options: Options, tally: Tally) -> Iterator[LoggedJob]:
     """Jobs of lines in a format."""
     tally.format = made.name
     before, broken_before = tally.lines, tally.broken
@@ -128,8 +128,8 @@ def parse(lines: Iterable[str], made: Format, where: Path, options: Options, tal
         )
 
 
-def _counted(reader: Reader, tally: Tally) -> Callable[[str, int], Job | None]:
-    def read(line: str, place: int) -> Job | None:
+def _counted(reader: Reader, tally: Tally) -> Callable[[str, int], LoggedJob | None]:
+    def read(line: str, place: int) -> LoggedJob | None:
         try:
             found = reader.read(line)
         except (ValueError, IndexError, OverflowError) as error:

@@ -9,7 +9,7 @@ from math import isnan, nan
 from typing import Final
 
 from fedqueue.errors import DataError
-from fedqueue.history.lines import NEVER_STARTED, PART_OF_JOB, Format, Job, Options, Tally, duration, job, number
+from fedqueue.history.lines import NEVER_STARTED, PART_OF_JOB, Format, LoggedJob, Options, Tally, duration, job, number
 
 SEPARATORS: Final = ("|", "\t", ";", ",")
 NODES: Final = ("nnodes", "allocnodes", "reqnodes")
@@ -49,7 +49,7 @@ class SacctReader:
         self._places: dict[str, int] = {}
         self._procs: list[int] = []
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         if not self._separator:
             self._head(line)
             return None

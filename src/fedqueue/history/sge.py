@@ -6,7 +6,7 @@ import re
 from math import nan
 from typing import Final
 
-from fedqueue.history.lines import NEVER_STARTED, PART_OF_JOB, Format, Job, Options, Tally, duration, job
+from fedqueue.history.lines import NEVER_STARTED, PART_OF_JOB, Format, LoggedJob, Options, Tally, duration, job
 
 JOB, SUBMISSION, START, END, FAILED = 5, 8, 9, 10, 11
 SLOTS, TASK, CATEGORY, PE_TASK = 34, 35, 39, 41
@@ -31,7 +31,7 @@ class SgeReader:
         tally.counts = "slots"
         self._again: dict[tuple[str, str], None] = {}
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         if len(line) <= 2 or line.startswith("#"):
             return None
         fields = line.rstrip("\n").split(":")

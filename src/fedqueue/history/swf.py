@@ -6,7 +6,7 @@ import re
 from math import nan
 from typing import Final
 
-from fedqueue.history.lines import NEVER_STARTED, NO_PROCS, PART_OF_JOB, Format, Job, Options, Tally, number
+from fedqueue.history.lines import NEVER_STARTED, NO_PROCS, PART_OF_JOB, Format, LoggedJob, Options, Tally, number
 
 FIELDS: Final = 18
 _LEAST: Final = 9  # up to the requested time
@@ -25,7 +25,7 @@ class SwfReader:
     def __init__(self, options: Options, tally: Tally) -> None:
         self._tally = tally
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         if line.startswith(";"):
             start = _START.match(line)
             if start and int(start[1]) > 0:

@@ -18,7 +18,7 @@ from typing import Final
 from fedqueue.errors import DataError
 from fedqueue.files import writing
 from fedqueue.history.joblog import JobLog
-from fedqueue.history.lines import MOST_SECONDS, NO_PROCS, Format, Job, Options, Tally, number
+from fedqueue.history.lines import MOST_SECONDS, NO_PROCS, Format, LoggedJob, Options, Tally, number
 
 COLUMNS: Final = ("submit_s", "wait_s", "run_s", "requested_s", "procs")
 NEEDED: Final = ("submit_s", "wait_s", "requested_s", "procs")
@@ -38,7 +38,7 @@ class TraceReader:
         self._tally = tally
         self._places: list[int] = []  # of COLUMNS; -1: none
 
-    def read(self, line: str) -> Job | str | None:
+    def read(self, line: str) -> LoggedJob | str | None:
         if not self._places or line.startswith("#"):
             self._head(line)
             return None
@@ -81,7 +81,7 @@ def write_log(log: JobLog, path: Path) -> None:
     write_trace(path, log.epoch, zip(*columns, strict=True))
 
 
-def write_trace(path: Path, epoch: float | None, rows: Iterable[Job]) -> None:
+def write_trace(path: Path, epoch: float | None, rows: Iterable[LoggedJob]) -> None:
     """Whole or not at all: written beside, then renamed."""
     beside = path.with_name(f"{path.name}.part")
     with writing(path):

@@ -1,8 +1,9 @@
 """For `transformers.Trainer`. Part of the worker: Python 3.9.
 
 with fedqueue.participate() as work:
-    arguments = TrainingArguments("out", max_steps=work.assigned_steps, learning_rate=work.learning_rate)
-    Trainer(model, arguments, train_dataset=data, callbacks=[FedQueueCallback(work)]).train()
+    for part in work.parts():
+        arguments = TrainingArguments("out", max_steps=part.assigned_steps, learning_rate=part.learning_rate)
+        Trainer(model, arguments, train_dataset=data, callbacks=[FedQueueCallback(part)]).train()
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from fedqueue.worker.handin import load_declared
+from fedqueue.worker.job_folder import load_declared
 from fedqueue.worker.participate import Work
 
 

@@ -1,8 +1,9 @@
 """For `lightning.pytorch.Trainer`, or `pytorch_lightning` as it was called. Part of the worker: Python 3.9.
 
 with fedqueue.participate() as work:
-    trainer = Trainer(max_steps=work.assigned_steps, callbacks=[FedQueueCallback(work)])
-    trainer.fit(module, data)
+    for part in work.parts():
+        trainer = Trainer(max_steps=part.assigned_steps, callbacks=[FedQueueCallback(part)])
+        trainer.fit(module, data)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedqueue.worker.handin import is_torch, load_declared
+from fedqueue.worker.job_folder import is_torch, load_declared
 from fedqueue.worker.participate import Work
 
 if TYPE_CHECKING:

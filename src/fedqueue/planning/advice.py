@@ -11,13 +11,15 @@ from typing import Final
 import numpy as np
 
 from fedqueue.comparison import Estimate
+from fedqueue.history.requests import Waits
 from fedqueue.planning import whatif
 from fedqueue.planning.candidates import Candidate, candidates, ladder, with_predictors
 from fedqueue.planning.cautions import cautions
 from fedqueue.planning.measure import Share
-from fedqueue.planning.places import Place, Waits
+from fedqueue.planning.places import Place
 from fedqueue.planning.search import Scenario, Searcher, Setting, Trial, Tried, compare_stages, difference
 from fedqueue.planning.shapes import Shape, choose
+from fedqueue.planning.stays import StayCurve
 
 BASE: Final = "as it is"
 BLOCKING: Final = "fedavg"  # the strategy that waits for all
@@ -34,6 +36,7 @@ class Wish:
     what_ifs: Sequence[str] = ()
     scaling: float = 0.9
     keep_sizes: bool = False
+    may_stay: bool = True  # whether jobs may hand in part after part
     shortest: float | None = None  # round length, seconds
     longest: float = 172_800.0
 
@@ -112,6 +115,7 @@ class Advice:
     price: Price | None  # None: there is only one facility
     what_ifs: tuple[WhatIf, ...]
     shapes: dict[str, list[Shape]]
+    stays: tuple[StayCurve, ...]  # of facilities whose history says
     tried: tuple[Tried, ...]
     cautions: tuple[str, ...]
     simulations: int
@@ -133,7 +137,7 @@ def advise(wish: Wish, searcher: Searcher) -> Advice:
         places, shapes = choose(wish.places, lengths, wish.scaling, searcher)
         lengths = ladder(places, config, shortest=wish.shortest, longest=wish.longest)
     strategies = list(dict.fromkeys([*wish.strategies, BLOCKING]))
-    scenario = Scenario(places, candidates(strategies, lengths, len(places)))
+    scenario = Scenario(places, candidates(strategies, lengths, places, stay=wish.may_stay))
     stages = searcher.search({BASE: scenario}, "strategies and round lengths")[BASE]
     found = stages[-1]
     best = _polish(next(t for t in found if t.candidate.strategy in wish.strategies), places, searcher)
@@ -141,7 +145,7 @@ def advise(wish: Wish, searcher: Searcher) -> Advice:
         _facility(place, best, share) for place, share in zip(places, best.shares().values(), strict=True)
     )
     rivals = _rivals(found, best, to_target=searcher.to_target)
-    price = _price(facilities, best, found, lengths, searcher) if len(places) > 1 else None
+    price = _price(wish, facilities, best, found, lengths, searcher) if len(places) > 1 else None
     tried = tuple(one for one in compare_stages(stages) if one.candidate.strategy in wish.strategies)
     return Advice(
         wish=wish,
@@ -152,6 +156,7 @@ def advise(wish: Wish, searcher: Searcher) -> Advice:
         price=price,
         what_ifs=_what_ifs(wish, places, lengths, best, searcher),
         shapes=shapes,
+        stays=tuple(place.stays for place in places if place.stays is not None),
         tried=tried,
         cautions=cautions(wish.setting, places, best, rivals, tried, lengths, wish.places, wish.scaling),
         simulations=searcher.simulations,
@@ -168,7 +173,7 @@ def _polish(best: Trial, places: tuple[Place, ...], searcher: Searcher) -> Trial
 
 
 def _facility(place: Place, best: Trial, share: Share) -> FacilityAdvice:
-    waits = place.waits(best.candidate.wall_seconds(place)) if place.log is not None else None
+    waits = place.jobs.like(best.candidate.wall_seconds(place)) if place.log is not None else None
     delays = np.array(share.waits or [0.0] if waits is None else waits.waits) * (1.0 if waits is None else place.factor)
     median, p90 = (float(q) for q in np.quantile(delays, (0.5, 0.9)))
     return FacilityAdvice(
@@ -191,8 +196,7 @@ def _wall(place: Place, share: Share) -> float:
     asked = float(np.quantile(share.walls, WALL_SHARE)) if share.walls else 60.0
     scheduler = place.settings.scheduler
     least = scheduler.min_wall_seconds if scheduler is not None else 0.0
-    most = (scheduler.max_wall_seconds if scheduler is not None else None) or float("inf")
-    return min(most, 60.0 * ceil(max(asked, least) / 60))
+    return min(place.most_wall_seconds, 60.0 * ceil(max(asked, least) / 60))
 
 
 def _rivals(found: Sequence[Trial], best: Trial, *, to_target: bool) -> list[Rival]:
@@ -205,6 +209,7 @@ def _rivals(found: Sequence[Trial], best: Trial, *, to_target: bool) -> list[Riv
 
 
 def _price(
+    wish: Wish,
     facilities: Sequence[FacilityAdvice],
     best: Trial,
     found: Sequence[Trial],
@@ -215,7 +220,7 @@ def _price(
     slowest = max(facilities, key=lambda f: f.wait_mean).place.name
     left = tuple(f.place for f in facilities if f.place.name != slowest)
     tries = {
-        "blocking": Scenario(left, candidates([BLOCKING], lengths, len(left))),
+        "blocking": Scenario(left, candidates([BLOCKING], lengths, left, stay=wish.may_stay)),
         "best": Scenario(left, [best.candidate]),
     }
     without = {name: stages[-1][0] for name, stages in searcher.search(tries, "the slowest left out").items()}
@@ -233,7 +238,7 @@ def _what_ifs(
     scenarios = {}
     for text in wish.what_ifs:
         changed = whatif.apply(text, places, wish.scaling)
-        several: list[Candidate] = candidates([strategy], lengths, len(changed))
+        several: list[Candidate] = candidates([strategy], lengths, changed, stay=wish.may_stay)
         scenarios[text] = Scenario(changed, list(dict.fromkeys([*several, best.candidate])))
     found = {text: stages[-1][0] for text, stages in searcher.search(scenarios, "what if").items()}
     to_target = searcher.to_target

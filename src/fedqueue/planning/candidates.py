@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from fedqueue.config import Config, FixedQueue
 from fedqueue.planning.places import Place
+from fedqueue.planning.text import duration
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.protocol.strategies.base import STRETCH
 from fedqueue.protocol.strategies.fedcompass import FedCompassOptions
@@ -16,7 +17,8 @@ from fedqueue.protocol.strategies.fedqueue import FedQueueOptions
 from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions
 from fedqueue.protocol.strategies.jit import JitOptions
 from fedqueue.protocol.strategies.rounds import RoundOptions
-from fedqueue.training.settings import TaskSettings
+from fedqueue.protocol.strategies.staying import StayOptions
+from fedqueue.training.job import TaskSettings
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 ROUND_LENGTHS: Final = (
@@ -28,11 +30,16 @@ SHORTEST: Final = 10 * MINUTE  # where real queues are involved: few sites welco
 MARGINS: Final = (0.0, 0.1, 0.3)  # of a round length
 LATE_RATES: Final = (0.05, 0.25)
 LEADS: Final = (0.5, 0.9)
+STAYS: Final = (HOUR, 4 * HOUR, 12 * HOUR, DAY)  # wall times of jobs that stay, beside the automatic choice
 FORECASTER: Final = "conformal"
 """For rules that need a whole distribution, while candidates are many; the best is then tried with each of these."""
 FORECASTERS: Final = ("ewma", "log-ewma", "rolling-quantile", "conformal", "combined")
 
 Pairs = tuple[tuple[str, Any], ...]
+
+PLAIN: Final[Pairs] = (("rounds", "fixed"), ("absent", 0.0))
+"""Just in time at a given round length: its own rule for that goes by scores, and nothing is trained here."""
+ONCE: Final[Pairs] = (("stay", "off"), *PLAIN)  # and with one job a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,10 @@ class Candidate:
             words.append(f"late rate {given['late_rate']:.0%}")
         elif rule is not None:
             words.append(rule)
+        if given.get("stay") == "auto":
+            words.append("jobs stay")
+        elif given.get("stay", "off") != "off":
+            words.append(f"jobs stay {duration(given['stay'])}")
         if "buffer" in given:
             words.append(f"buffer {given['buffer']}")
         return ", ".join(words)
@@ -74,9 +85,11 @@ class Candidate:
     def wall_seconds(self, place: Place) -> float:
         """What its jobs ask for, about: jobs of the history that asked for at most so much are like them."""
         options = STRATEGIES[self.strategy].Options
-        if options is JitOptions:
-            return 1.2 * self.length + place.overhead
-        return (self.length if self.timed else STRETCH * self.length) + place.overhead
+        once = 1.2 * self.length if options is JitOptions else self.length if self.timed else STRETCH * self.length
+        stay = dict(self.options).get("stay", "off")
+        if stay == "auto":
+            stay = place.stays.chosen.wall_seconds if place.stays is not None else 0.0
+        return float(min(max(once, 0.0 if stay == "off" else stay) + place.overhead, place.most_wall_seconds))
 
 
 def ladder(places: Sequence[Place], config: Config, *, shortest: float | None, longest: float) -> list[float]:
@@ -91,13 +104,26 @@ def ladder(places: Sequence[Place], config: Config, *, shortest: float | None, l
     return found if len(found) >= 4 else [x for x in ROUND_LENGTHS if low / 2 <= x <= longest][:4] or [longest]
 
 
-def candidates(strategies: Sequence[str], lengths: Sequence[float], facilities: int) -> list[Candidate]:
+def candidates(
+    strategies: Sequence[str], lengths: Sequence[float], places: Sequence[Place], *, stay: bool = True
+) -> list[Candidate]:
+    """Jobs hand in once, or they stay: as long as each facility's waits say, or just in time also for fixed times."""
+    most = max(place.most_wall_seconds for place in places) if stay else 0.0
     return [
         Candidate(strategy, length, options)
         for strategy in strategies
         for length in lengths
-        for options in _choices(strategy, length, facilities)
+        for options in [*_choices(strategy, length, len(places)), *_stays(strategy, length, len(places), most)]
     ]
+
+
+def _stays(strategy: str, length: float, facilities: int, most: float) -> list[Pairs]:
+    options = STRATEGIES[strategy].Options
+    if not issubclass(options, StayOptions) or 2 * length > most:
+        return []
+    if options is JitOptions:
+        return [(("stay", stay), *PLAIN) for stay in ("auto", *(s for s in STAYS if 2 * length <= s <= most))]
+    return [(*_choices(strategy, length, facilities)[-1], ("stay", "auto"))]
 
 
 def _choices(strategy: str, length: float, facilities: int) -> list[Pairs]:
@@ -105,7 +131,8 @@ def _choices(strategy: str, length: float, facilities: int) -> list[Pairs]:
     fields = {field.name for field in dataclasses.fields(options)}
     if options is JitOptions:
         timed: list[Pairs] = [(("pipeline", "timed"), ("lead", lead), ("predictor", FORECASTER)) for lead in LEADS]
-        return [*timed, (("pipeline", "independent"),), (("pipeline", "off"),)]
+        choices = [*timed, (("pipeline", "independent"),), (("pipeline", "off"),)]
+        return [(*pairs, *ONCE) for pairs in choices]
     if options is FedQueueOptions:
         paper: list[Pairs] = [(("margin", share * length), ("predictor", "ewma")) for share in MARGINS]
         known = ("predictor", FORECASTER)
@@ -140,7 +167,12 @@ def configure(config: Config, places: Sequence[Place], candidate: Candidate, sec
         task=TaskSettings(name="timing"),
         strategy={candidate.strategy: options_of(config, places, candidate)},
         facility=[
-            replace(place.settings, queue=FixedQueue(delay=0.0), first_delay=first_delay(place, candidate))
+            replace(
+                place.settings,
+                queue=FixedQueue(delay=0.0),
+                first_delay=first_delay(place, candidate),
+                known_waits=place.known_waits,
+            )
             for place in places
         ],
         fault=[f for f in config.fault if f.facility in ("*", *(place.name for place in places))],
@@ -151,7 +183,7 @@ def first_delay(place: Place, candidate: Candidate) -> float:
     """The wait to expect before anything was seen: the median of jobs like the candidate's, if there is a history."""
     if place.log is None:
         return place.settings.first_delay
-    return place.waits(candidate.wall_seconds(place)).quantile(0.5) * place.factor
+    return place.jobs.like(candidate.wall_seconds(place)).quantile(0.5) * place.factor
 
 
 def options_of(config: Config, places: Sequence[Place], candidate: Candidate) -> Any:

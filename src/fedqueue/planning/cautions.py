@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FEW: Final = 200  # jobs of a shape
 TWICE: Final = 1.2  # updates of a facility a round, from which its jobs must have overlapped
+LESS: Final = 3.0  # times longer that shorter jobs waited than longer ones, from which it is strange
 DRIFT: Final = 1.5  # times longer in one half of the history than in the other
 
 
@@ -84,7 +85,15 @@ def _of_history(place: Place, setting: Setting, best: Trial) -> list[str]:
         found.append(
             f"{name}: its history covers {span / DAY:.0f} days, the plan {setting.days:g}; it is begun anew at its end"
         )
-    waits = place.waits(best.candidate.wall_seconds(place))
+    stays = place.stays
+    if stays is not None and any(
+        p.wall_seconds < stays.chosen.wall_seconds and p.wait_mean > LESS * stays.chosen.wait_mean for p in stays.points
+    ):
+        found.append(
+            f"{name}: jobs that asked for {duration(stays.chosen.wall_seconds)} waited less than shorter ones: perhaps "
+            "they had a queue of their own; see that yours may use it"
+        )
+    waits = place.jobs.like(best.candidate.wall_seconds(place))
     middle = place.log.submit[0] + span / 2
     early = np.array([w for s, w in zip(waits.submits, waits.waits, strict=True) if s < middle])
     late = np.array([w for s, w in zip(waits.submits, waits.waits, strict=True) if s >= middle])

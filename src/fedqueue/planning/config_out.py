@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from fedqueue.config import parse
+from fedqueue.config import parse, toml_key, toml_value
 from fedqueue.errors import ConfigError
 from fedqueue.files import writing
 from fedqueue.history.joblog import JobLog
@@ -96,6 +95,9 @@ def _change_facility(
         comments[(*where, "steps_per_second")] = f"nodes^{advice.wish.scaling:g}: a guess; measure it"
     if place.log is None or facility.waits is None:
         return {}
+    if place.known_waits:
+        given["known_waits"] = [list(pair) for pair in place.known_waits]
+        comments[(*where, "known_waits")] = "wall time asked for and wait, from the history"
     given["first_delay"] = round(first_delay(place, candidate), 1)
     comments[(*where, "first_delay")] = "the median wait of jobs like ours"
     made: dict[Path, JobLog] = {}
@@ -106,8 +108,8 @@ def _change_facility(
     queue: dict[str, Any] = {"kind": "trace", "file": str(file)}
     if place.procs is not None:
         queue["procs"] = list(place.procs)
-    if facility.waits.max_requested is not None:
-        queue["max_requested"] = facility.waits.max_requested
+    if place.jobs.groups:
+        queue["by_requested"] = True
     given["queue"] = queue
     comments[(*where, "queue")] = f"{len(facility.waits.waits):,} jobs; for simulations"
     return made
@@ -128,7 +130,7 @@ def _table(tree: Mapping[str, Any], comments: Comments, path: tuple[str, ...] = 
     lines = []
     plain = {k: v for k, v in tree.items() if not _is_table(v, k) and not _is_tables(v)}
     if path and (plain or not tree):
-        lines += [f"[{'.'.join(_key(part) for part in path)}]"]
+        lines += [f"[{'.'.join(toml_key(part) for part in path)}]"]
     lines += _pairs(plain, comments, path)
     if plain:
         lines.append("")
@@ -137,7 +139,7 @@ def _table(tree: Mapping[str, Any], comments: Comments, path: tuple[str, ...] = 
             lines += _table(value, comments, (*path, key))
         elif _is_tables(value):
             for number, item in enumerate(value):
-                lines += [f"[[{'.'.join(map(_key, (*path, key)))}]]"]
+                lines += [f"[[{'.'.join(map(toml_key, (*path, key)))}]]"]
                 lines += [*_pairs(item, comments, (*path, key, str(number))), ""]
     return lines
 
@@ -145,7 +147,7 @@ def _table(tree: Mapping[str, Any], comments: Comments, path: tuple[str, ...] = 
 def _pairs(tree: Mapping[str, Any], comments: Comments, path: tuple[str, ...]) -> list[str]:
     lines = []
     for key, value in tree.items():
-        line = f"{_key(key)} = {_value(value)}"
+        line = f"{toml_key(key)} = {toml_value(value)}"
         note = comments.get((*path, key))
         lines.append(f"{line}  # {note}" if note else line)
     return lines
@@ -157,20 +159,3 @@ def _is_table(value: Any, key: str) -> bool:
 
 def _is_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def _key(key: str) -> str:
-    return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else json.dumps(key)
-
-
-def _value(value: Any) -> str:
-    """TOML on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return repr(value)

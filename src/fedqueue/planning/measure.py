@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fedqueue.config import Config
-from fedqueue.protocol.contract import JobId, facility_of
+from fedqueue.protocol.aggregation import discount
+from fedqueue.protocol.contract import JobId, UpdateKey, facility_of
 from fedqueue.protocol.messages import (
     Command,
     Event,
@@ -21,7 +22,6 @@ from fedqueue.protocol.messages import (
     UpdateArrived,
 )
 from fedqueue.protocol.state import JobState, RunState
-from fedqueue.protocol.weigh import discount
 
 DAY: Final = 86_400.0
 BETA: Final = 0.5
@@ -104,7 +104,7 @@ class Meter:
         self._nodes = {facility.name: facility.nodes for facility in config.facility}
         self._shares = {facility.name: Share() for facility in config.facility}
         self._out: dict[JobId, JobState] = {}  # jobs of which no update has come
-        self._arrived: dict[JobId, int] = {}  # steps
+        self._arrived: dict[UpdateKey, int] = {}  # steps
         self._newest: dict[str, tuple[Any, int]] = {}  # a facility's newest model, and its steps in it
         self._work = 0.0
         self._reached_at: float | None = None
@@ -146,9 +146,10 @@ class Meter:
 
     def _stopped(self, event: JobEnded | JobRequeued, job: JobState) -> None:
         self._hold(job, event.held_seconds)
+        self._close(job)
 
     def _failed(self, event: JobFailed, job: JobState) -> None:
-        del self._out[event.job_id]
+        self._close(job)
         if job.phase != "ended":  # otherwise its nodes are counted
             self._hold(job, event.held_seconds)
         share = self._shares[job.order.facility]
@@ -160,8 +161,12 @@ class Meter:
         self._shares[job.order.facility].jobs -= 1
 
     def _arrive(self, event: UpdateArrived, job: JobState) -> None:
-        del self._out[event.receipt.job_id]
-        self._arrived[event.receipt.job_id] = event.receipt.steps_done
+        self._close(job)
+        self._arrived[event.receipt.key] = event.receipt.steps_done
+
+    def _close(self, job: JobState) -> None:
+        if job.is_over:
+            self._out.pop(job.order.job_id, None)
 
     def _record(self, command: Record, _: JobState | None) -> None:
         if command.kind == "fate":
@@ -173,7 +178,7 @@ class Meter:
         if facts.get("aimed"):
             share.aimed += 1
             share.missed += bool(facts.get("deferred"))
-        steps = self._arrived.pop(job, None)
+        steps = self._arrived.pop((job, int(facts["attempt"]), int(facts.get("part") or 0)), None)
         if steps is None or facts["fate"] != "aggregated":
             return
         model, before = self._newest.get(facility_of(job), (None, 0))

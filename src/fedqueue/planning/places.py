@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import ceil, floor, sqrt
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, floor, inf, sqrt
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -13,33 +14,12 @@ import numpy as np
 from fedqueue.config import Config, FacilitySettings, FixedQueue
 from fedqueue.errors import DataError
 from fedqueue.history.joblog import JobLog
-from fedqueue.sim.queues import Queue, Recorded, make_queue, true_mean
+from fedqueue.history.requests import ENOUGH, ByRequest, by_request
+from fedqueue.planning.stays import LEAD, StayCurve, known_waits, stay_curve
+from fedqueue.sim.queues import Queue, Recorded, make_queue
 
-ENOUGH: Final = 50
-"""Jobs that a narrower choice of wall times must have."""
 LEAST: Final = 10
 """Jobs that a shape must have at all."""
-WALL_TIMES: Final = (3600.0, 7200.0, 14_400.0, 28_800.0, 43_200.0, 86_400.0, 172_800.0)
-"""Seconds: a job that asks for less than one of these is compared with jobs that asked for at most so much."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Recorded waits of jobs of one shape. `first` and `span` are those of the whole log, so that all shapes of a
-    facility can begin at the same moment."""
-
-    submits: list[float]
-    waits: list[float]
-    first: float
-    span: float
-    max_requested: float | None  # None: whatever they asked for
-
-    @property
-    def mean(self) -> float:
-        return sum(self.waits) / len(self.waits)
-
-    def quantile(self, share: float) -> float:
-        return float(np.quantile(self.waits, share))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +30,6 @@ class Place:
     procs: tuple[int, int] | None = None  # of jobs like ours; None: any
     per_node: int = 1  # processors that the log counts for a node
     factor: float = 1.0  # how many times longer jobs wait than they did
-    _found: dict[float | None, Waits] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -61,40 +40,50 @@ class Place:
         """Seconds around the training of a job that are known beforehand, transfers of the model left out."""
         return self.settings.startup_seconds + 2 * self.settings.latency_seconds
 
-    def waits(self, wall_seconds: float) -> Waits:
-        """Of jobs like ours that asked for at most about so much wall time: the closest choice that has enough."""
+    @cached_property
+    def jobs(self) -> ByRequest:
+        """Those of the history that are of our size."""
         assert self.log is not None
-        for bound in (*(b for b in WALL_TIMES if b >= wall_seconds), None):
-            if bound not in self._found:
-                self._found[bound] = _waits(self.log, self.procs, bound)
-            if len(self._found[bound].waits) >= ENOUGH:
-                return self._found[bound]
-        return self._found[None]
+        return by_request(self.log.of_shape(self.procs))
 
-    def queue(self, wall_seconds: float, *, start: int, seed: int, folder: str) -> tuple[Queue, float]:
-        """The queue of a simulation that begins at this starting point, and its mean wait."""
+    @cached_property
+    def stays(self) -> StayCurve | None:
+        """How much of the time it would train, by the wall time of jobs that stay; None: its history does not say."""
+        if self.log is None:
+            return None
+        lead = LEAD if self.settings.max_jobs > 1 else 0.0
+        most, log = self.most_wall_seconds, self.log.of_shape(self.procs)
+        return stay_curve(self.name, log, overhead=self.overhead, factor=self.factor, most=most, lead=lead)
+
+    @cached_property
+    def known_waits(self) -> list[tuple[float, float]]:
+        """What its history tells a strategy whose jobs stay."""
+        return known_waits(self.jobs, self.factor) if self.log is not None else []
+
+    @property
+    def most_wall_seconds(self) -> float:
+        """That a job may ask for."""
+        scheduler = self.settings.scheduler
+        limits = (self.settings.max_wall_seconds, scheduler.max_wall_seconds if scheduler is not None else None)
+        return min((limit for limit in limits if limit is not None), default=inf)
+
+    def queue(self, *, start: int, seed: int, folder: str) -> Queue:
+        """Of a simulation that begins at this starting point."""
         if self.log is None:
             settings = self.settings.queue or FixedQueue(delay=0.0)
             queue = make_queue(settings, facility=self.name, seed=seed + start, folder=Path(folder))
-            mean = true_mean(settings, queue)
-            return (queue if self.factor == 1 else _Longer(queue, self.factor)), mean * self.factor
-        waits = self.waits(wall_seconds)
+            return queue if self.factor == 1 else _Longer(queue, self.factor)
         luck = np.random.default_rng((seed, crc32(self.name.encode()), start))
-        queue = Recorded(
-            submits=waits.submits,
-            waits=waits.waits,
-            first=waits.first,
-            length=waits.span,
-            start=float(luck.random()) * waits.span,
-            factor=self.factor,
-        )
-        return queue, waits.mean * self.factor
+        first = float(self.log.submit[0])  # of the whole log, so that all sizes of a facility begin at the same moment
+        length = float(self.log.submit[-1]) - first + 1.0
+        begin = float(luck.random()) * length
+        return Recorded(jobs=self.jobs, first=first, length=length, start=begin, factor=self.factor)
 
     def typical_wait(self, wall_seconds: float, config: Config) -> float:
         """Seconds: the median of the history, or what the config's queue gives on average."""
         if self.log is not None:
-            return self.waits(wall_seconds).quantile(0.5) * self.factor
-        return self.queue(wall_seconds, start=0, seed=config.run.seed, folder=config.folder)[1]
+            return self.jobs.like(wall_seconds).quantile(0.5) * self.factor
+        return self.queue(start=0, seed=config.run.seed, folder=config.folder).mean(wall_seconds)
 
     def with_nodes(self, nodes: int, scaling: float) -> Place:
         """The same facility with jobs of another size: they train faster, and wait as jobs of that size did."""
@@ -107,7 +96,7 @@ class Place:
             steps_per_second=None if speed is None else speed * (nodes / self.settings.nodes) ** scaling,
         )
         procs = None if self.procs is None else alike(nodes * self.per_node)
-        return replace(self, settings=settings, procs=procs, _found={})
+        return replace(self, settings=settings, procs=procs)
 
 
 class _Longer:
@@ -116,8 +105,11 @@ class _Longer:
     def __init__(self, queue: Queue, factor: float) -> None:
         self._queue, self._factor = queue, factor
 
-    def delay(self, number: int, attempt: int, at: float) -> float:
-        return self._queue.delay(number, attempt, at) * self._factor
+    def delay(self, number: int, attempt: int, at: float, wall_seconds: float) -> float:
+        return self._queue.delay(number, attempt, at, wall_seconds) * self._factor
+
+    def mean(self, wall_seconds: float) -> float:
+        return self._queue.mean(wall_seconds) * self._factor
 
 
 def alike(procs: int) -> tuple[int, int]:
@@ -157,10 +149,3 @@ def check_shape(place: Place) -> None:
             f"nodes of {place.name} are taken for; {LEAST} are needed; sizes with enough jobs: {sizes(place.log)}; "
             f"change facility.{place.name}.nodes, or say --per-node {place.name}=PROCESSORS"
         )
-
-
-def _waits(log: JobLog, procs: tuple[int, int] | None, max_requested: float | None) -> Waits:
-    like = log.of_shape(procs, max_requested)
-    first = float(log.submit[0])
-    span = float(log.submit[-1]) - first + 1.0
-    return Waits(like.submit.tolist(), like.wait.tolist(), first, span, max_requested)

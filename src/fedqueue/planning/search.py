@@ -235,10 +235,9 @@ def simulate(setting: Setting, places: Sequence[Place], candidate: Candidate, st
     config = configure(setting.config, places, candidate, seconds)
     sites = []
     for index, (place, facility) in enumerate(zip(places, config.facility, strict=True)):
-        wall = candidate.wall_seconds(place)
-        queue, mean = place.queue(wall, start=start, seed=setting.seed, folder=config.folder)
         site = Site(index, facility, config, setting.seed + start)
-        site.queue, site.true_mean_delay = queue, mean
+        site.queue = place.queue(start=start, seed=setting.seed, folder=config.folder)
+        site.true_mean_delay = site.queue.mean(candidate.wall_seconds(place))
         sites.append(site)
     strategy = make_strategy(config, make_plan(config, sites, None))
     meter = Meter(config, setting.worth, strategy.state)

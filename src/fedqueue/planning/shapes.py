@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Final
 
-from fedqueue.planning.candidates import Candidate
+from fedqueue.planning.candidates import ONCE, Candidate
 from fedqueue.planning.places import Place, alike, jobs_alike
 from fedqueue.planning.search import Scenario, Searcher, Trial
 
@@ -55,9 +55,8 @@ def choose(
 ) -> tuple[tuple[Place, ...], dict[str, list[Shape]]]:
     """Each facility with the size that pays, by itself under just in time, and what the others would have given."""
     options = {place.name: sizes_of(place, scaling) for place in places}
-    tries = [
-        Candidate("jit", length, (("pipeline", "independent"),)) for length in lengths[:: max(1, len(lengths) // 4)]
-    ]
+    few = lengths[:: max(1, len(lengths) // 4)]
+    tries = [Candidate("jit", length, (("pipeline", "independent"), *ONCE)) for length in few]
     scenarios = {
         f"{name}/{place.settings.nodes}": Scenario((place,), tries)
         for name, several in options.items()
@@ -84,7 +83,7 @@ def _shape(place: Place, best: Trial) -> Shape:
         nodes=place.settings.nodes,
         procs=place.procs,
         jobs=jobs_alike(place.log, place.procs),
-        wait_median=place.waits(best.candidate.wall_seconds(place)).quantile(0.5) * place.factor,
+        wait_median=place.jobs.like(best.candidate.wall_seconds(place)).quantile(0.5) * place.factor,
         work=best.mean("work"),
         node_hours=best.mean("node_hours"),
     )

@@ -1,43 +1,35 @@
-"""How much work fits: pure arithmetic over seconds, steps and rates. What jobs compute as well is in `fit`."""
+"""How much work fits: pure arithmetic over seconds, steps and rates, which strategies, simulator and jobs share.
+
+Jobs import this file: Python 3.9 and the standard library alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from math import floor, log
-from typing import Final, Literal, get_args
+from math import floor, inf
+from typing import Literal, NamedTuple
 
-from fedqueue.protocol.binding_rule import GUARD, ROUNDING, fit, linger_until, scaled_rate, steps_within
 from fedqueue.protocol.contract import Assignment, Standing
-from fedqueue.protocol.predict import Forecast
 
-__all__ = [
-    "GUARD",
-    "LADDER",
-    "ROUNDING",
-    "RULES",
-    "Rule",
-    "bind",
-    "busy_share",
-    "choose_round_length",
-    "linger_until",
-    "longest_stay",
-    "reserve",
-    "scaled_rate",
-    "steps_within",
-    "train_budget",
-    "wall_request",
-]
+ROUNDING = 1e-9
+"""Steps: a budget that holds a whole number of steps but for the last bit holds that number."""
 
-Rule = Literal["paper", "late-rate", "newsvendor"]
-"""How much of the time until a cutoff is set aside for the wait."""
+GUARD = 1e-6
+"""Seconds kept free before a cutoff when steps are fitted to it, so that rounding never makes a job miss it."""
 
-RULES: Final[tuple[Rule, ...]] = get_args(Rule)
 
-LADDER: Final = tuple(2.0**k for k in range(-2, 5))
-"""The round lengths to choose from, over the one that is set."""
+IDLE_ROUNDS = 2.0  # a model comes at every cutoff; if none does, something is wrong
 
-LEAST_ROUND: Final = 4.0  # round length over the greatest overhead, at the least
+Further = Literal["take", "wait", "leave"]
+
+
+class Binding(NamedTuple):
+    """What a job takes from standing work."""
+
+    steps: int
+    learning_rate: float
+    train_budget: float  # seconds of training until it must hand in
+    cutoff: float  # the one it aims at
+    cutoff_index: int  # cutoff = next_cutoff + cutoff_index * round_length
 
 
 def train_budget(until_cutoff: float, reserved: float, overhead: float, floor_seconds: float) -> float:
@@ -49,77 +41,111 @@ def train_budget(until_cutoff: float, reserved: float, overhead: float, floor_se
     return max(floor_seconds, until_cutoff - reserved - overhead)
 
 
-def reserve(rule: Rule, forecast: Forecast, until_cutoff: float, *, margin: float, late_rate: float) -> float:
-    """U, the seconds set aside for the wait; `until_cutoff` is without the overhead. A job is late if q is above U.
+def steps_within(seconds: float, steps_per_second: float, min_steps: int) -> int:
+    """E = floor(c * J), and never less than `min_steps`.
 
-    paper: q-hat + delta. late-rate: the quantile that is exceeded with the probability `late_rate`. newsvendor: where
-    (until_cutoff - U) * F(U) is greatest, the training time that can be expected to be back by the cutoff.
-
-    >>> forecast = Forecast(3.0, ((0.5, 1.0), (0.9, 5.0), (0.95, 9.0)))
-    >>> [reserve(rule, forecast, 10.0, margin=2.0, late_rate=0.05) for rule in RULES]
-    [5.0, 9.0, 3.0]
+    >>> steps_within(5.5, steps_per_second=155 / 5.5, min_steps=10)
+    155
     """
-    if rule == "paper":
-        return forecast.mean + margin
-    if rule == "late-rate":
-        return forecast.quantile(1 - late_rate)
-    return _newsvendor(forecast, until_cutoff)
+    return max(min_steps, floor(steps_per_second * seconds + ROUNDING))
 
 
-def _newsvendor(forecast: Forecast, until_cutoff: float) -> float:
-    """F is linear between the quantiles, so that the best place on each piece is known; 0 before the first of them."""
-    best, where = 0.0, max(0.0, until_cutoff)  # nothing fits: no time is left, and the caller's floor holds
-    points = forecast.quantiles
-    candidates = [(q, p) for p, q in points]
-    for (p0, q0), (p1, q1) in pairwise(points):
-        if p1 > p0 and q1 > q0:
-            slope = (p1 - p0) / (q1 - q0)
-            peak = (until_cutoff + q0 - p0 / slope) / 2
-            if q0 < peak < q1:
-                candidates.append((peak, p0 + slope * (peak - q0)))
-    for seconds, share in candidates:
-        if (until_cutoff - seconds) * share > best:
-            best, where = (until_cutoff - seconds) * share, seconds
-    return where
+def scaled_rate(base_rate: float, steps: int, least_steps: int, scaling: str) -> float:
+    """eta = eta_base * E_min / E for "inverse", or eta_base for "none".
 
-
-def busy_share(forecast: Forecast, round_length: float) -> float:
-    """E[T / max(T, q)]: of a facility's time, the share that it trains, if every wait of more than a round costs the
-    rounds that it lasts. q is spread evenly between the quantiles, and stays at the outermost beyond them.
-
-    >>> round(busy_share(Forecast(2.0, ((0.25, 0.0), (0.75, 10.0), (0.9, 40.0))), 10.0), 4)
-    0.8443
+    >>> scaled_rate(0.003, steps=100, least_steps=50, scaling="inverse")
+    0.0015
     """
-    points = forecast.quantiles
-    share = points[0][0] * _meets(points[0][1], points[0][1], round_length)
-    for (p0, q0), (p1, q1) in pairwise(points):
-        share += (p1 - p0) * _meets(q0, q1, round_length)
-    return share + (1 - points[-1][0]) * _meets(points[-1][1], points[-1][1], round_length)
+    return base_rate * min(least_steps, steps) / steps if scaling == "inverse" else base_rate
 
 
-def _meets(low: float, high: float, length: float) -> float:
-    """Mean of T / max(T, q) for q between two values."""
-    if high <= length:
-        return 1.0
-    if high - low <= ROUNDING * high:
-        return length / high
-    start = max(low, length)
-    return (start - low + length * log(high / start)) / (high - low)
+def linger_until(standing: Standing, now: float, *, stays: bool = False, stayed: bool = False) -> float | None:
+    """Until when a job that could take its work now should wait for a newer version; None: it takes what there is.
 
+    A model is made at every cutoff. Work taken just before one is stale when it comes back, a whole round later;
+    waiting a moment, with the nodes held, brings the new model and still nearly a whole round. A job that stays waits
+    whenever the least steps do not fit before the cutoff, and would fit into a round once its model has come: it has
+    many rounds before it. If they would not, the next model would find it waiting again. One that `stayed` has no
+    start-up to come.
 
-def choose_round_length(base: float, forecasts: Sequence[Forecast], overhead: float, busy: float) -> float:
-    """The shortest of LADDER * base at which facilities are busy for the share `busy` of the time on average, and that
-    is at least four times the overhead; the longest, if none is.
-
-    >>> calm, busy_queue = Forecast(2.0, ((0.5, 2.0),)), Forecast(100.0, ((0.5, 100.0),))
-    >>> choose_round_length(10.0, [calm], 0.5, 0.9), choose_round_length(10.0, [calm, busy_queue], 0.5, 0.9)
-    (2.5, 80.0)
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1, patience=1.0)
+    >>> linger_until(work, now=39.5), linger_until(work, now=33.0)
+    (41.0, None)
+    >>> linger_until(work, now=38.2), linger_until(work, now=38.2, stays=True)
+    (None, 41.0)
+    >>> from dataclasses import replace
+    >>> linger_until(replace(work, overhead=8.5), now=38.2, stays=True)
     """
-    for length in (base * factor for factor in LADDER):
-        share = sum(busy_share(forecast, length) for forecast in forecasts)
-        if share + ROUNDING >= busy * len(forecasts) and length >= LEAST_ROUND * overhead:
-            return length
-    return base * LADDER[-1]
+    until_cutoff = standing.next_cutoff - now
+    least = _least_seconds(standing, stayed=stayed)
+    near = abs(until_cutoff) < standing.patience or (stays and 0 <= until_cutoff < least)
+    if stays and least + standing.patience >= standing.round_length:
+        return None
+    return standing.next_cutoff + standing.patience if near else None
+
+
+def _least_seconds(standing: Standing, *, stayed: bool = False) -> float:
+    """From taking work to the arrival of an update with the least steps."""
+    overhead = standing.overhead
+    if stayed and standing.stay_overhead is not None:
+        overhead = standing.stay_overhead
+    return standing.min_steps / standing.steps_per_second + overhead + GUARD
+
+
+def binding(standing: Standing, started_at: float, ends_at: float = inf, *, stayed: bool = False) -> Binding:
+    """What a job that started at `started_at` takes: steps until the first cutoff it can be of use for. It must hand in
+    by `ends_at`. One that `stayed` has no start-up to come.
+
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1)
+    >>> binding(work, started_at=33.0).steps            # 40 - 33 - 1 = 6 seconds of training
+    59
+    >>> binding(work, started_at=39.5).cutoff_index     # too close to this cutoff, so it aims at the next
+    1
+    """
+    least_seconds = _least_seconds(standing, stayed=stayed)
+    missed = standing.next_cutoff - started_at - least_seconds
+    index = -floor(missed / standing.round_length) if missed < 0 else 0
+    cutoff = standing.next_cutoff + standing.round_length * index
+    least_train = standing.min_steps / standing.steps_per_second
+    seconds = max(0.0, min(cutoff - started_at - (least_seconds - least_train), ends_at - started_at))
+    steps = steps_within(seconds, standing.steps_per_second, standing.min_steps)
+    least = steps if standing.least_steps is None else standing.least_steps
+    rate = scaled_rate(standing.learning_rate, steps, least, standing.lr_scaling)
+    return Binding(steps, rate, seconds, cutoff, index)
+
+
+def further_work(standing: Standing, number: int, base_version: int | None, now: float, ends_at: float) -> Further:
+    """What the job of this number does, which stays and has handed in what it made of `base_version`.
+
+    It leaves if a later job has started, or if the least steps do not fit before `ends_at`, when it must have handed
+    in. It waits for a version that is newer than its last, and where `linger_until` says so.
+
+    >>> work = Standing(version=3, next_cutoff=50.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1, patience=1.0, from_job=4)
+    >>> [further_work(work, 4, base, now=41.0, ends_at=60.0) for base in (2, 3)]
+    ['take', 'wait']
+    >>> further_work(work, 3, 2, now=41.0, ends_at=60.0), further_work(work, 4, 2, now=49.5, ends_at=60.0)
+    ('leave', 'wait')
+    """
+    if number < standing.from_job or ends_at - now < standing.min_steps / standing.steps_per_second:
+        return "leave"
+    until = linger_until(standing, now, stays=True, stayed=True)
+    is_newer = base_version is None or standing.version > base_version
+    return "take" if is_newer and (until is None or now >= until) else "wait"
+
+
+def idle_limit(stay: float, standing: Standing | None) -> float:
+    """Seconds without work after which a job that stays gives its nodes back: as ordered, and two rounds at the least,
+    since rounds may have become longer, with what it may have to wait for a model at the end of each.
+
+    >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
+    ...                 overhead=1.0, min_steps=10, learning_rate=0.1)
+    >>> idle_limit(6.0, work), idle_limit(6.0, None)
+    (20.0, 6.0)
+    """
+    return stay if standing is None else max(stay, IDLE_ROUNDS * (standing.round_length + standing.patience))
 
 
 def wall_request(train_seconds: float, overhead: float, stretch: float, startup: float | None = None) -> float:
@@ -154,7 +180,7 @@ def longest_stay(standing: Standing, earliest: float, latest: float) -> float:
     return longest if latest >= aimed - turn else min(longest, aimed - earliest)
 
 
-def bind(standing: Standing, started_at: float) -> Assignment:
+def bind(standing: Standing, started_at: float, ends_at: float = inf, *, stayed: bool = False) -> Assignment:
     """What a job that starts now takes from the standing work: steps until the first cutoff it can be of use for.
 
     >>> work = Standing(version=3, next_cutoff=40.0, round_length=10.0, steps_per_second=10.0,
@@ -164,7 +190,7 @@ def bind(standing: Standing, started_at: float) -> Assignment:
     >>> bind(work, started_at=39.5).cutoff     # too close to this cutoff, so it aims at the next
     50.0
     """
-    found = fit(standing, started_at)
+    found = binding(standing, started_at, ends_at, stayed=stayed)
     return Assignment(
         base_version=standing.version,
         steps=found.steps,

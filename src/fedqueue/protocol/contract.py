@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import field
-from math import isfinite
+from math import inf, isfinite
 from typing import Final, Literal, Optional, Tuple
 
 from fedqueue.errors import ProtocolError
-from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.protocol.codec import inline, later, message
+from fedqueue.protocol.codec import at_least, inline, later, message, more_than
 
 JobId = str
 """Facility plus sequence number, as in "aurora/3"."""
@@ -33,13 +32,15 @@ Scaling = Literal["none", "inverse"]
 """Learning rate against steps: the same for all, or eta_base * E_min / E."""
 
 WALL_TIME: Final = "wall time exceeded"
-"""The reason that is given when the scheduler ended a job at its limit: a strategy then asks for more."""
+"""The reason that is given when the scheduler ended a job at its limit begins so: a strategy then asks for more."""
 
 REASON_LENGTH: Final = 500
 MOST_REPORTS: Final = 1000  # in one poll
 MOST_ORDERS: Final = 100
 """In one answer, and open at a facility: a scheduler is not flooded, whoever asks."""
 MOST_METRICS: Final = 100
+MOST_PARTS: Final = 100_000
+"""Of a job that stays."""
 BIGGEST: Final = 2**53
 """No larger does a computer count."""
 
@@ -69,15 +70,13 @@ def bad(owner: object, name: str, want: str) -> ProtocolError:
 def seconds(owner: object, *names: str) -> None:
     """Each named field is a finite number of seconds, zero or more."""
     for name in names:
-        value = getattr(owner, name)
-        if not (isfinite(value) and value >= 0):
+        if not 0 <= getattr(owner, name) < inf:
             raise bad(owner, name, "finite and 0 or more")
 
 
 def positive(owner: object, *names: str) -> None:
     for name in names:
-        value = getattr(owner, name)
-        if not (isfinite(value) and value > 0):
+        if not 0 < getattr(owner, name) < inf:
             raise bad(owner, name, "finite and more than 0")
 
 
@@ -125,10 +124,15 @@ class Order:
     purpose: Purpose = "train"
     after: Optional[JobId] = None  # chained: eligible when this job has ended
     replaces: Optional[JobId] = None  # the failed job it stands in for
+    stay: Optional[float] = later(default=None)
+    """None: it hands in once. Else it stays: it hands in part after part while its wall time lasts, and gives its
+    nodes back after so many seconds without work."""
 
     def __post_init__(self) -> None:
         positive(self, "wall_seconds")
         count(self, "round")
+        if self.stay is not None:
+            positive(self, "stay")
 
 
 @message
@@ -152,7 +156,7 @@ class Assignment:
 
 @message
 class Standing:
-    """Work that waits at a facility for a job to start: all that `binding_rule.fit` needs to make an assignment."""
+    """Work that waits at a facility for a job to start: all that `budget.binding` needs to make an assignment."""
 
     version: int
     next_cutoff: float  # on the clock of who holds it; further ones follow every round_length
@@ -164,10 +168,15 @@ class Standing:
     lr_scaling: Scaling = "none"
     least_steps: Optional[int] = None  # E_min, for inverse scaling
     patience: float = 0.0  # seconds around a cutoff in which a job waits for the next version instead
+    stay_overhead: Optional[float] = later(default=None)  # as overhead, of the parts after the first; None: the same
+    from_job: int = later(default=0)  # jobs of a lower number take no more work: a later one has started
+    ahead: bool = later(default=False)  # while a job that stays waits for its next model, it trains on from its own
 
     def __post_init__(self) -> None:
-        count(self, "version")
+        count(self, "version", "from_job")
         seconds(self, "overhead", "patience")
+        if self.stay_overhead is not None:
+            seconds(self, "stay_overhead")
         positive(self, "round_length", "steps_per_second", "learning_rate")
         if not isfinite(self.next_cutoff):
             raise bad(self, "next_cutoff", "finite")
@@ -189,11 +198,14 @@ class Receipt:
     nodes: int = 1
     device: str = ""  # as the worker names it; empty: not said
     digest: str = ""  # sha256 of the update's file; empty: it has none
-    part: int = later(default=0)  # of a job that hands in several
+    part: int = later(default=0)  # of a job that stays
+    ahead: int = later(default=0)  # of its steps, those done before the base version was there, from its own weights
+    turn_seconds: float = later(default=0.0)
+    """Of a job that stays: from its start, or from taking the work of a further part, to its first step."""
 
     def __post_init__(self) -> None:
-        count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part")
-        seconds(self, "train_seconds", "admission_delay")
+        count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part", "ahead")
+        seconds(self, "train_seconds", "admission_delay", "turn_seconds")
 
     @property
     def key(self) -> UpdateKey:
@@ -223,6 +235,7 @@ class Address:
     local: str  # the URL on its own machine
     port: int
     ca: Optional[str]  # the certificate's file there
+    operator: Optional[str] = later(default=None)  # the file with the operator's credential, if it is elsewhere
 
 
 @message
@@ -232,7 +245,7 @@ class Invitation:
     url: str
     token: str
     certificate: Optional[str]
-    run: str  # tells runs apart, whatever their names
+    run: str  # tells runs apart, whatever their names; empty: a federation, with all its runs
 
 
 # What a coordinator answers -----------------------------------------------------------------------------
@@ -279,8 +292,25 @@ class PostedWork:
 
     def __post_init__(self) -> None:
         _countable(self, "number")
-        _countable(self.standing, "version", "min_steps", "least_steps")
+        _countable(self.standing, "version", "min_steps", "least_steps", "from_job")
         more_than(self.standing, 0, "least_steps")
+
+
+@message
+class FurtherWork:
+    """Work for a job that stays and has nothing to do: of this part, for this attempt of it."""
+
+    sequence: int
+    attempt: int
+    part: int
+    assignment: Assignment
+    model: ModelFile
+
+    def __post_init__(self) -> None:
+        _countable(self, "sequence", "attempt", "part")
+        _countable(self.assignment, "base_version", "steps")
+        if self.assignment.cutoff is not None:
+            raise ValueError("cutoff is on the run clock, which a facility does not have")
 
 
 @message
@@ -305,11 +335,12 @@ class Answer:
     evaluate: Optional[EvaluationRequest] = None
     over: Optional[str] = None  # why the run is over
     run: str = later(default="")  # which one, for who named it
+    further: Optional[list[FurtherWork]] = later(default=None)  # None: there is none
 
     def __post_init__(self) -> None:
         _countable(self, "received")
-        if len(self.orders) > MOST_ORDERS or len(self.cancel) > MOST_REPORTS:
-            raise ValueError(f"orders must be {MOST_ORDERS} at most, and cancel {MOST_REPORTS}")
+        if max(len(self.orders), len(self.further or [])) > MOST_ORDERS or len(self.cancel) > MOST_REPORTS:
+            raise ValueError(f"orders must be {MOST_ORDERS} at most, further too, and cancel {MOST_REPORTS}")
 
 
 @message
@@ -354,7 +385,8 @@ class StandingFile:
 
 @message
 class AssignmentFile:
-    """assignment.json: what the first process of a job took, for the others."""
+    """assignment.json: what the first process of a job took, for the others. further.json: what an agent has for a job
+    that stays; its model is there."""
 
     model: str  # its file
     assignment: Assignment = inline()
@@ -387,6 +419,20 @@ class BoundFile:
 
 
 @message
+class TakenFile:
+    """taken.json: a job that stays took the work of a part that was not there when it started. When it did so, the
+    file's own stamp says."""
+
+    waited: float  # seconds since it handed in, or since it started
+    ahead: int = 0  # steps that it trained on meanwhile, from its own weights
+    bound: Optional[Bound] = None  # from standing work; None: what further.json says
+    ahead_seconds: float = later(default=0.0)  # that those steps took
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "waited", "ahead", "ahead_seconds")
+
+
+@message
 class Trained:
     """What a job says of its work: to its agent with the update's file, and by that to the coordinator."""
 
@@ -397,9 +443,10 @@ class Trained:
     nodes: int = 1
     device: str = ""  # empty: not said
     metrics: dict[str, Optional[float]] = field(default_factory=dict)  # None: it was not finite
+    ahead: int = later(default=0)
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "base_version", "steps_done", "train_seconds", "samples")
+        at_least(self, 0, "base_version", "steps_done", "train_seconds", "samples", "ahead")
         at_least(self, 1, "nodes")
         if len(self.device) > 200 or not self.device.isprintable():
             raise ValueError("device must be 200 printable characters at most")

@@ -10,17 +10,54 @@ All are frozen, keyword-only and checked when made, so that nothing inside has t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final, Literal, get_args
 
 from fedqueue.errors import ProtocolError
+from fedqueue.protocol.cap import CapLeft
 from fedqueue.protocol.codec import build, later, message
-from fedqueue.protocol.contract import Assignment, JobId, Order, Receipt, Standing, UpdateKey, bad, count, seconds
+from fedqueue.protocol.contract import (
+    Assignment,
+    JobId,
+    Order,
+    Receipt,
+    Standing,
+    UpdateKey,
+    bad,
+    count,
+    positive,
+    seconds,
+)
 
-Rule = Literal["add_deltas", "mix_models"]
+AggregationRule = Literal["add_deltas", "mix_models"]
 """How updates change a model: w + sum(weight * (trained - base)), or w + sum(weight * (trained - w))."""
 
 Scalar = str | int | float | bool | None
+
+
+@message
+class ServerStep:
+    """A step of the server's own optimizer, Adam, with what the rule would add to the model as its gradient d:
+
+    m <- beta1 * m + (1 - beta1) * d;   v <- beta2 * v + (1 - beta2) * d^2;   w <- w + rate * m / (sqrt(v) + epsilon)
+
+    The moments m and v of each version are kept beside it; before the first, m is 0 and v is epsilon^2.
+    """
+
+    rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    largest: bool = False  # the largest v so far divides, not the newest (AMSGrad)
+
+    def __post_init__(self) -> None:
+        positive(self, "rate", "epsilon")
+
+    @property
+    def moments(self) -> int:
+        """How many tensors are kept for each parameter."""
+        return 3 if self.largest else 2
+
 
 RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry"]
 
@@ -36,7 +73,8 @@ class _Event:
     at: float  # seconds on the run clock
 
     def __post_init__(self) -> None:
-        seconds(self, "at")
+        if not 0 <= self.at < inf:
+            raise bad(self, "at", "finite and 0 or more")
 
 
 @message
@@ -96,9 +134,18 @@ class ForecastIssued(_Event):
 
 
 @message
+class NodeHoursTold(_Event):
+    """What the cap on a facility's node-hours leaves, whenever that changes."""
+
+    facility: str
+    left: CapLeft | None = None  # None: there is no cap
+
+
+@message
 class JobSubmitted(_Event):
     job_id: JobId
     attempt: int = 0
+    wall_seconds: float | None = later(default=None)  # asked of the scheduler in the end; None: as ordered, or not said
 
 
 @message
@@ -127,6 +174,29 @@ class JobStarted(_Event):
 
 
 @message
+class WorkTaken(_Event):
+    """A job that stays handed in a part, or started without work, and took the work of its next one."""
+
+    job_id: JobId
+    attempt: int
+    part: int  # that it took; 0: its first, which was not there when it started
+    bound: Assignment | None = None  # from the standing work; None: what was assigned
+    waited: float = 0.0  # seconds that it held its nodes since it handed in
+    ahead: int = 0  # steps that it did meanwhile, from its own weights
+    ago: float = 0.0  # as in JobStarted
+    ahead_seconds: float = later(default=0.0)  # that those steps took
+
+    def __post_init__(self) -> None:
+        seconds(self, "at", "waited", "ago", "ahead_seconds")
+        count(self, "attempt", "part", "ahead")
+
+    @property
+    def idle_seconds(self) -> float:
+        """Of those that it waited."""
+        return max(0.0, self.waited - self.ahead_seconds)
+
+
+@message
 class JobRequeued(_Event):
     """The scheduler took the job back into its queue; `attempt` is the one that waits now."""
 
@@ -143,11 +213,12 @@ class JobEnded(_Event):
     steps_done: int
     train_seconds: float
     held_seconds: float = 0.0  # that its nodes were held, by its own clock
-    part: int = later(default=0)
+    parts: int = later(default=1)  # updates that this attempt handed in; steps and seconds above are of the last one
+    idle_seconds: float = later(default=0.0)  # that it held its nodes after the last one; what it did then is lost
 
     def __post_init__(self) -> None:
-        seconds(self, "at", "train_seconds", "held_seconds")
-        count(self, "attempt", "steps_done", "part")
+        seconds(self, "at", "train_seconds", "held_seconds", "idle_seconds")
+        count(self, "attempt", "steps_done", "parts")
 
 
 @message
@@ -180,6 +251,14 @@ class UpdateRejected(_Event):
         return self.job_id, self.attempt, self.part
 
 
+@message
+class UpdatesWithdrawn(_Event):
+    """Whatever of this facility has arrived and is in no model, nor in one that is being made, must not be used."""
+
+    facility: str
+    reason: str
+
+
 def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Metrics as they go on record: JSON has no word for NaN and infinity.
 
@@ -193,6 +272,10 @@ def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | Non
 class ModelReady(_Event):
     version: int
     digest: str = ""  # sha256 of its file; empty: it has none
+    agreement: float | None = later(default=None)
+    """How far its updates agree: |sum of w*Delta|^2 over the sum of w*|Delta|^2, with weights that sum to one. 1: all
+    are the same; 1/n: n equal ones are at right angles. None: nobody asked, or there were fewer than two."""
+    moments: tuple[str, ...] = later(default=())  # sha256 of the files with the moments of the server's optimizer
 
 
 @message
@@ -216,14 +299,17 @@ Event = (
     | FacilityLeft
     | FacilityDrained
     | ForecastIssued
+    | NodeHoursTold
     | JobSubmitted
     | SubmitRefused
     | JobStarted
+    | WorkTaken
     | JobRequeued
     | JobEnded
     | JobFailed
     | UpdateArrived
     | UpdateRejected
+    | UpdatesWithdrawn
     | ModelReady
     | ModelScored
     | TimerFired
@@ -240,10 +326,11 @@ class SubmitJob:
 
 @message
 class AssignWork:
-    """Binds work to a job when it is ordered."""
+    """Binds work to a job: when it is ordered, or to one that stays when it has handed in."""
 
     job_id: JobId
     assignment: Assignment
+    part: int = later(default=0)
 
 
 @message
@@ -273,9 +360,10 @@ class Share:
     attempt: int
     weight: float
     part: int = later(default=0)
+    again: bool = later(default=False)  # it was in an earlier model, and stands in for its facility, which is absent
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.weight) and self.weight >= 0):
+        if not 0 <= self.weight < inf:
             raise bad(self, "weight", "finite and 0 or more")
 
     @property
@@ -289,8 +377,14 @@ class Aggregate:
 
     from_version: int
     to_version: int
-    rule: Rule
+    rule: AggregationRule
     weights: tuple[Share, ...]
+    keep: tuple[UpdateKey, ...] = later(default=())  # of these and earlier updates, those that may be asked for again
+    agreement: bool = later(default=False)  # say with the model how far the updates agree
+    step: ServerStep | None = later(default=None)  # parameters take this step; None: the rule is all
+    variates: float | None = later(default=None)
+    """The server's control variate moves by so much of the weighted mean of how those of the facilities moved: the
+    share of those who are back, by data weight. None: there are no control variates."""
 
 
 @message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from fedqueue.protocol.codec import message
+from fedqueue.protocol.codec import later, message
 
 
 @message
@@ -20,6 +20,8 @@ class FacilityProfile:
     startup_allowance: float | None = None  # further seconds to ask for until then; None: simulated, nothing is unknown
     max_jobs: int = 2  # jobs it may have at the scheduler at once
     nodes: int = 1
+    most_wall_seconds: float | None = later(default=None)  # that a job may ask for; None: nobody said
+    known_waits: tuple[tuple[float, float], ...] = later(default=())  # (wall time asked for, wait) of the past, seconds
 
 
 @message

@@ -11,9 +11,10 @@ from dataclasses import field, replace
 from itertools import pairwise
 from typing import Any, Final, Literal
 
-from fedqueue.protocol.checks import at_least, more_than
-from fedqueue.protocol.codec import body, inline, later, message
+from fedqueue.protocol.cap import CapLeft
+from fedqueue.protocol.codec import at_least, body, inline, later, message, more_than
 from fedqueue.protocol.contract import (
+    MOST_PARTS,
     MOST_REPORTS,
     REASON_LENGTH,
     Assignment,
@@ -34,6 +35,8 @@ from fedqueue.protocol.messages import (
     JobSubmitted,
     ModelScored,
     SubmitRefused,
+    UpdateRejected,
+    WorkTaken,
 )
 
 MOST_TROUBLES: Final = 10  # in one poll
@@ -62,14 +65,22 @@ def _job(owner: Any) -> None:
         raise ValueError(f"attempt must be {MOST_ATTEMPTS} at most, found {owner.attempt}")
 
 
+def _part(owner: Any) -> None:
+    at_least(owner, 0, "part")
+    if owner.part > MOST_PARTS:
+        raise ValueError(f"part must be {MOST_PARTS} at most, found {owner.part}")
+
+
 @message
 class Submitted:
     kind: Literal["submitted"] = "submitted"
     n: int
     sequence: int
+    wall_seconds: float | None = later(default=None)  # of a job that stays, if it asked for another than was ordered
 
     def __post_init__(self) -> None:
         at_least(self, 0, "sequence")
+        more_than(self, 0, "wall_seconds")
 
 
 @message
@@ -102,6 +113,27 @@ class Started:
 
 
 @message
+class Took:
+    """A job that stays took the work of its next part."""
+
+    kind: Literal["took"] = "took"
+    n: int
+    sequence: int
+    attempt: int
+    part: int
+    waited: float
+    ago: float
+    ahead: int = 0
+    bound: Bound | None = None
+    ahead_seconds: float = later(default=0.0)
+
+    def __post_init__(self) -> None:
+        _job(self)
+        _part(self)
+        at_least(self, 0, "waited", "ago", "ahead", "ahead_seconds")
+
+
+@message
 class Requeued:
     kind: Literal["requeued"] = "requeued"
     n: int
@@ -125,11 +157,14 @@ class Ended:
     steps_done: int
     train_seconds: float
     held_seconds: float
-    part: int = later(default=0)
+    parts: int = later(default=1)
+    idle_seconds: float = later(default=0.0)
 
     def __post_init__(self) -> None:
         _job(self)
-        at_least(self, 0, "steps_done", "train_seconds", "held_seconds", "part")
+        at_least(self, 0, "steps_done", "train_seconds", "held_seconds", "parts", "idle_seconds")
+        if self.parts > MOST_PARTS:
+            raise ValueError(f"parts must be {MOST_PARTS} at most, found {self.parts}")
 
 
 @message
@@ -149,6 +184,23 @@ class Failed:
 
 
 @message
+class Lost:
+    """A part that a job handed in will never come: its file is gone, or does not arrive as it is."""
+
+    kind: Literal["lost"] = "lost"
+    n: int
+    sequence: int
+    attempt: int
+    part: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _job(self)
+        _part(self)
+        _reason(self)
+
+
+@message
 class Scored:
     kind: Literal["scored"] = "scored"
     n: int
@@ -163,7 +215,7 @@ class Scored:
 
 
 @message
-class Foreseen:
+class ForecastMade:
     """How long the next job of the facility should wait, as somebody there sees it."""
 
     kind: Literal["foreseen"] = "foreseen"
@@ -194,7 +246,7 @@ class Foreseen:
         )
 
 
-Report = Submitted | Refused | Started | Requeued | Ended | Failed | Scored | Foreseen
+Report = Submitted | Refused | Started | Took | Requeued | Ended | Failed | Lost | Scored | ForecastMade
 
 
 @message
@@ -243,6 +295,7 @@ class Poll:
     unscored: list[Unscored] = field(default_factory=list)  # the newest of them
     stuck: bool = False  # it can do nothing at all for now: this is only to say so
     run: str = later(default="")  # the one it belongs to; empty: not said
+    cap_left: CapLeft | None = later(default=None)  # of its node-hours; None: there is no cap, or it was not said
 
     def __post_init__(self) -> None:
         for name in ("journal", "session"):
@@ -276,18 +329,22 @@ class Handin:
     admission_delay: float
     part: int = later(default=0)
     run: str = later(default="")
+    turn_seconds: float = later(default=0.0)
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "admission_delay", "part")
+        at_least(self, 0, "admission_delay", "turn_seconds")
+        _part(self)
 
 
 _EVENTS: Final[dict[type, Callable[..., Event]]] = {
     Submitted: JobSubmitted,
     Refused: SubmitRefused,
     Started: JobStarted,
+    Took: WorkTaken,
     Requeued: JobRequeued,
     Ended: JobEnded,
     Failed: JobFailed,
+    Lost: UpdateRejected,
 }
 
 
@@ -295,10 +352,10 @@ def event_of(report: Report, facility: str, at: float, posts: dict[int, Standing
     """The event that a facility's report stands for."""
     if isinstance(report, Scored):
         return ModelScored(at=at, version=report.version, metrics=report.metrics)
-    if isinstance(report, Foreseen):
+    if isinstance(report, ForecastMade):
         return report.event(facility, at)
     facts = {name: _fit(value) for name, value in body(report).items() if name not in ("kind", "n", "sequence")}
-    if isinstance(report, Started) and report.bound is not None:
+    if isinstance(report, Started | Took) and report.bound is not None:
         facts["bound"] = _assignment(report.bound, posts.get(report.bound.standing))
     return _EVENTS[type(report)](at=at, job_id=job_id(facility, report.sequence), **facts)
 

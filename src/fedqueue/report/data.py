@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,10 +41,12 @@ class Attempt:
     admission_delay: float
     lingered: float  # seconds it held its nodes before it took its work
     outcome: Outcome
+    pauses: tuple[tuple[float, float], ...] = ()  # from and until when it held them between two parts without work
+    idle_seconds: float = 0.0  # that it held them without work, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReportedJob:
     """One job that a scheduler took."""
 
     facility: str
@@ -95,7 +97,7 @@ class Run:
     scores: tuple[tuple[float, float], ...]
     cutoffs: tuple[float, ...]  # empty: the strategy has none
     models: tuple[float, ...]  # when each was ready
-    jobs: tuple[Job, ...]
+    jobs: tuple[ReportedJob, ...]
     updates: tuple[Update, ...]
     troubles: tuple[Trouble, ...]
     outages: tuple[Absence, ...]
@@ -234,8 +236,11 @@ def _job_events(ledger: LedgerReader, *kinds: str) -> list[sqlite3.Row]:
     )
 
 
-def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
-    closings: dict[str, tuple[float, bool]] = {}  # when, and whether by a failure; the first counts
+def _jobs(ledger: LedgerReader, end: float) -> tuple[ReportedJob, ...]:
+    stays = {row["job"]: row["steps"] for row in ledger.rows(_STAYS)}
+    closings: dict[
+        str, tuple[float, bool]
+    ] = {}  # when, and whether by a failure; the first counts, or if it stays the last
     stops: dict[tuple[str, int], Outcome] = {}  # by the attempt that stopped
     for row in _job_events(ledger, "JobRequeued", "JobEnded", "JobFailed", "UpdateArrived", "UpdateRejected"):
         job, kind, attempt = row["job"], row["kind"], row["attempt"]
@@ -243,10 +248,16 @@ def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
             stops[job, attempt - 1] = "requeued"  # the event names the attempt that waits now
         elif kind == "JobEnded":
             stops[job, attempt] = "ended"
+        elif job in stays:
+            closings[job] = row["at"], kind == "JobFailed"
         else:
             closings.setdefault(job, (row["at"], kind != "UpdateArrived"))
-            if kind == "JobFailed":
-                stops.setdefault((job, attempt), "failed")
+        if kind == "JobFailed":
+            stops.setdefault((job, attempt), "failed")
+    pauses: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for row in ledger.rows(_PAUSES):
+        pauses[row["job"], row["attempt"]].append((row["since"], row["until"]))
+    idle = {(row["job"], row["attempt"]): row["idle"] for row in ledger.rows(_IDLE)}
     attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
     for row in ledger.rows("SELECT * FROM incarnations ORDER BY job, attempt"):
         attempts[row["job"]].append(
@@ -258,20 +269,44 @@ def _jobs(ledger: LedgerReader, end: float) -> tuple[Job, ...]:
                 admission_delay=row["admission_delay"],
                 lingered=row["lingered"],
                 outcome=stops.get((row["job"], row["attempt"]), "open"),
+                pauses=tuple(pauses[row["job"], row["attempt"]]),
+                idle_seconds=idle.get((row["job"], row["attempt"]), 0.0),
             )
         )
     return tuple(
-        _job(row, tuple(attempts[row["job"]]), *closings.get(row["job"], (end, False)))
+        _job(
+            row,
+            tuple(attempts[row["job"]]),
+            *_closing(row["job"], attempts, closings, stays, end),
+            stays.get(row["job"]),
+        )
         for row in ledger.rows("SELECT * FROM jobs WHERE submitted_at IS NOT NULL ORDER BY submitted_at")
+        for job in [row["job"]]
     )
 
 
-def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, failed: bool) -> Job:
+def _closing(
+    job: str,
+    attempts: Mapping[str, Sequence[Attempt]],
+    closings: Mapping[str, tuple[float, bool]],
+    stays: Collection[str],
+    end: float,
+) -> tuple[float, bool]:
+    """When a job was over, and whether by a failure. One that stays holds its nodes after its last update, too."""
+    closed_at, failed = closings.get(job, (end, False))
+    if job in stays and attempts.get(job):
+        closed_at = max(closed_at, attempts[job][-1].stopped_at)
+    return closed_at, failed
+
+
+def _job(
+    row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, failed: bool, steps_of_parts: int | None
+) -> ReportedJob:
     waits_since = row["submitted_at"]
     if attempts:
         last = attempts[-1]
         waits_since = last.stopped_at if last.outcome == "requeued" else None
-    return Job(
+    return ReportedJob(
         facility=row["facility"],
         submitted_at=row["submitted_at"],
         closed_at=closed_at,
@@ -279,8 +314,32 @@ def _job(row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, fail
         attempts=attempts,
         waits_since=waits_since,
         failed=failed,
-        steps=row["steps_done"] or 0,
+        steps=steps_of_parts or row["steps_done"] or 0,
     )
+
+
+_STAYS: Final = """
+SELECT c.job, (SELECT sum(json_extract(e.body, '$.receipt.steps_done')) FROM events e
+                WHERE e.job = c.job AND e.kind = 'UpdateArrived') AS steps
+FROM commands c WHERE c.kind = 'SubmitJob' AND json_extract(c.body, '$.order.stay') IS NOT NULL
+"""
+_TAKEN: Final = """
+SELECT seq, job, json_extract(body, '$.attempt') AS attempt, at - json_extract(body, '$.ago') AS until,
+       max(0, json_extract(body, '$.waited') - coalesce(json_extract(body, '$.ahead_seconds'), 0)) AS idle
+FROM events WHERE kind = 'WorkTaken'
+"""
+_PAUSES: Final = f"SELECT job, attempt, until - idle AS since, until FROM ({_TAKEN}) ORDER BY seq"
+_IDLE: Final = f"""
+SELECT job, attempt, sum(idle) AS idle FROM (
+    SELECT job, attempt, idle FROM ({_TAKEN})
+    UNION ALL SELECT job, attempt, lingered FROM incarnations
+    UNION ALL SELECT job, json_extract(body, '$.attempt'), coalesce(json_extract(body, '$.idle_seconds'), 0)
+              FROM events WHERE kind = 'JobEnded'
+    UNION ALL SELECT job, json_extract(body, '$.receipt.attempt'),
+                     coalesce(json_extract(body, '$.receipt.turn_seconds'), 0)
+              FROM events WHERE kind = 'UpdateArrived' AND json_extract(body, '$.receipt.part') > 0
+) GROUP BY job, attempt
+"""
 
 
 _LEFT: Final = """

@@ -1,4 +1,5 @@
-"""The plot of `fedqueue plan`: what every candidate costs and gives, and how the round length decides it."""
+"""The plot of `fedqueue plan`: what every candidate costs and gives, how the round length decides it, and how much of
+its time a facility trains by the wall time of jobs that stay."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedqueue.planning.advice import Advice
 from fedqueue.planning.search import Tried
+from fedqueue.planning.stays import StayCurve
 from fedqueue.planning.text import duration
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.report.plots import MARKERS
-from fedqueue.report.style import INK, PAPER, new_figure, save_png, strategy_colours, styled
+from fedqueue.report.style import INK, PAPER, facility_colours, new_figure, save_png, strategy_colours, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +33,11 @@ def plan_plot(advice: Advice, path: Path) -> Path:
 
 def plan_figure(advice: Advice) -> Figure:
     """Call it inside `styled`."""
-    figure = new_figure(10.6, 4.7)
-    cost, length = figure.subplots(1, 2, sharey=True)
+    panels = 3 if advice.stays else 2
+    figure = new_figure(5.3 * panels, 4.7)
+    cost, length, *staying = figure.subplots(1, panels)
+    length.sharey(cost)
+    length.tick_params(labelleft=False)
     strategies = [name for name in STRATEGIES if any(t.candidate.strategy == name for t in advice.tried)]
     colours = strategy_colours(strategies)
     markers = {name: MARKERS[list(STRATEGIES).index(name) % len(MARKERS)] for name in strategies}
@@ -82,12 +87,34 @@ def plan_figure(advice: Advice) -> Figure:
     cost.yaxis.set_major_formatter("{x:,.0f}")
     _length_axis(length, sorted({trial.candidate.length for trial in advice.tried}))
     length.set_title("Best rule at each length")
+    for axes in staying:
+        _draw_stays(axes, advice.stays)
     shown = dict[str, Any]()
     for axes in (length, cost):
         handles, labels = axes.get_legend_handles_labels()
         shown |= dict(zip(labels, handles, strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown))
     return figure
+
+
+def _draw_stays(axes: Axes, stays: Sequence[StayCurve]) -> None:
+    """Solid: the whole history. Dotted: what its second half made of it, where the advice of the first is a ring."""
+    for curve, colour in zip(stays, facility_colours([curve.facility for curve in stays]).values(), strict=True):
+        shares = [(point.wall_seconds, point.share) for point in curve.points]
+        axes.plot(*zip(*shares, strict=True), color=colour, marker="o", markersize=4, label=curve.facility)
+        chosen = curve.chosen.wall_seconds, curve.chosen.share
+        axes.scatter(*chosen, s=STAR, marker="*", color=colour, edgecolor=PAPER, linewidth=0.8, zorder=5)
+        if curve.check is not None:
+            later = [(wall, second) for wall, _, second in curve.check.shares]
+            axes.plot(*zip(*later, strict=True), color=colour, linewidth=1.2, linestyle=":")
+            advice = curve.check.wall_seconds, curve.check.achieved
+            axes.scatter(*advice, s=2 * DOT, facecolor=PAPER, edgecolor=colour, zorder=6)
+    _length_axis(axes, sorted({point.wall_seconds for curve in stays for point in curve.points}))
+    axes.set_xlabel("wall time of jobs that stay")
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+    axes.set_title("Time spent training (dotted: second half)")
+    axes.legend(loc="lower right")
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

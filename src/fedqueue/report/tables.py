@@ -69,6 +69,7 @@ def summary_tables(runs: Sequence[Run], colours: Mapping[str, str], anchors: Seq
         ("local\nsteps", lambda s: Number(s["local_steps"])),
         ("model\ntransfers", lambda s: Number(s["model_transfers"])),
         ("cost\nnode s", lambda s: Number(s["node_seconds"], 1)),
+        ("idle\nnode s", lambda s: Number(s.get("idle_node_seconds"), 1)),  # older summaries have none
     ]
     made = []
     for columns in (first, second):
@@ -95,14 +96,15 @@ def _count(group: str, key: str) -> Callable[[Mapping[str, Any]], Cell]:
 
 def facility_table(run: Run, colours: Mapping[str, str]) -> str:
     heads = ["facility", "nodes", "jobs\nsubmitted", "jobs\nfailed", "delay\nmean, s", "delay\np90, s"]
-    heads += ["forecast\nerror, s", "steps\ndone", *(f"updates\n{fate}" for fate in FATES), "cost\nnode s"]
+    heads += ["forecast\nerror, s", "steps\ndone", *(f"updates\n{fate}" for fate in FATES)]
+    heads += ["cost\nnode s", "idle\nnode s"]
     rows = [_facility_row(run, name, colours[name]) for name in run.facilities]
     total: list[Cell] = ["all"]
     for place in range(1, len(heads)):
         cells = [row[place] for row in rows]
         values = [cell.value for cell in cells if isinstance(cell, Number) and cell.value is not None]
         adds_up = not heads[place].startswith(("delay", "forecast"))
-        total.append(Number(sum(values), 1 if place == len(heads) - 1 else 0) if adds_up else "")
+        total.append(Number(sum(values), 1 if heads[place].endswith("node s") else 0) if adds_up else "")
     return table(heads, rows, total=total)
 
 
@@ -129,6 +131,7 @@ def _facility_row(run: Run, name: str, colour: str) -> list[Cell]:
         Number(sum(job.steps for job in jobs)),
         *(Number(fates[fate]) for fate in FATES),
         Number(held * run.nodes[name], 1),
+        Number(sum(attempt.idle_seconds for attempt in attempts) * run.nodes[name], 1),
     ]
 
 

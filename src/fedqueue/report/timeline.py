@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from fedqueue.report.data import Job, Run
+from fedqueue.report.data import ReportedJob, Run
 from fedqueue.report.style import FAINT, INK, LINE, PAPER, amount, clock_label, clock_unit, new_figure, short
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def timeline(run: Run, colours: Mapping[str, str]) -> Figure:
     return figure
 
 
-def _lanes(jobs: Sequence[Job]) -> list[tuple[int, Job]]:
+def _lanes(jobs: Sequence[ReportedJob]) -> list[tuple[int, ReportedJob]]:
     """Each job with the lane it is drawn in: jobs that overlap lie in different lanes."""
     free_at: list[float] = []
     placed = []
@@ -99,13 +99,17 @@ def _lanes(jobs: Sequence[Job]) -> list[tuple[int, Job]]:
     return placed
 
 
-def _bars(job: Job) -> Iterator[tuple[Bar, float, float]]:
+def _bars(job: ReportedJob) -> Iterator[tuple[Bar, float, float]]:
     known = job.submitted_at
     for attempt in job.attempts:
         yield "waiting", max(attempt.eligible_at, known), attempt.started_at
         working_at = min(attempt.started_at + attempt.lingered, attempt.stopped_at)
         if attempt.lingered > 0:
             yield "lingering", attempt.started_at, working_at
+        for since, until in attempt.pauses:
+            yield "training", working_at, max(working_at, since)
+            yield "lingering", max(working_at, since), until
+            working_at = until
         yield "training", working_at, attempt.stopped_at
         known = attempt.stopped_at
     if job.waits_since is not None:
@@ -114,7 +118,7 @@ def _bars(job: Job) -> Iterator[tuple[Bar, float, float]]:
         yield "upload", known, job.closed_at
 
 
-def _marks(job: Job) -> Iterator[tuple[Mark, float]]:
+def _marks(job: ReportedJob) -> Iterator[tuple[Mark, float]]:
     for attempt in job.attempts:
         if attempt.outcome == "requeued":
             yield "requeued", attempt.stopped_at
@@ -123,7 +127,7 @@ def _marks(job: Job) -> Iterator[tuple[Mark, float]]:
 
 
 def _draw_jobs(
-    axes: Axes, row: Sequence[tuple[int, Job]], top: float, colour: str, size: float, shown: float
+    axes: Axes, row: Sequence[tuple[int, ReportedJob]], top: float, colour: str, size: float, shown: float
 ) -> set[str]:
     bars: defaultdict[tuple[int, Bar], list[tuple[float, float]]] = defaultdict(list)
     marks: defaultdict[Mark, list[tuple[float, float]]] = defaultdict(list)

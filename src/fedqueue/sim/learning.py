@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fedqueue.protocol.contract import Assignment, JobId
+from fedqueue.protocol.contract import Assignment, UpdateKey
 from fedqueue.protocol.messages import Aggregate
+from fedqueue.training.job import luck
 
 if TYPE_CHECKING:
-    from fedqueue.aggregate import StateDict
-    from fedqueue.training.tasks import Task
+    from fedqueue.aggregate import Moments, StateDict
+    from fedqueue.training.tasks import Task, Trained
 
-Key = tuple[JobId, int]
-"""An update: job and attempt."""
+
+class Training(NamedTuple):
+    """What a simulated job does for one update."""
+
+    key: UpdateKey
+    facility: int
+    number: int  # of the job at its facility
+    work: Assignment
+    steps: int
+    ahead: int = 0  # of these, from its own weights while the model of the assignment was on its way
+    stays: bool = False  # it may train on from what it hands in
+
+    @property
+    def luck(self) -> int:
+        """Selects its random numbers: the j-th job of a facility draws the same batches under every strategy."""
+        return luck(self.facility, self.number, self.key[2])
 
 
 class Learning:
@@ -22,28 +37,32 @@ class Learning:
     def __init__(self, megabytes: float) -> None:
         self.megabytes = megabytes  # of one model, for transfers
         self.roles: Mapping[str, str] = {}  # of its tensors
-        self._corrupt: set[Key] = set()
+        self._corrupt: set[UpdateKey] = set()
 
-    def foresee(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> None:
-        """A job began that will do so many steps if nothing comes between: its training may begin."""
+    def foresee(self, training: Training) -> None:
+        """A job began that will do this if nothing comes between: its training may begin."""
 
-    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
+    def train(self, training: Training) -> int:
         """Train from the assignment's version; keeps the update and returns the samples seen."""
         return 0
 
-    def corrupt(self, key: Key) -> None:
+    def corrupt(self, key: UpdateKey) -> None:
         self._corrupt.add(key)
 
-    def misfit(self, key: Key) -> str | None:
+    def misfit(self, key: UpdateKey) -> str | None:
         """Why this update cannot be used, or None."""
         return "not finite (simulated)" if key in self._corrupt else None
 
-    def aggregate(self, command: Aggregate) -> None:
-        pass
+    def aggregate(self, command: Aggregate) -> float | None:
+        """Make a model. Returns how far its updates agree, if that is asked for and known."""
+        return None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: UpdateKey) -> None:
         """This update has met its fate."""
         self._corrupt.discard(key)
+
+    def end(self, job: UpdateKey) -> None:
+        """This attempt of a job that stays is over: it trains on from nothing."""
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         """Of the versions before `ready` only these will be asked for again, and those of updates still held."""
@@ -52,15 +71,11 @@ class Learning:
         return None
 
 
-def luck_of(facility: int, number: int) -> int:
-    """Selects a job's random numbers: the j-th job of a facility draws the same batches under every strategy."""
-    return facility * 1_000_003 + number
-
-
 class RealLearning(Learning):
     """PyTorch training, done when a simulated job ends, on the version it was bound to."""
 
-    def __init__(self, task: Task, chosen_roles: Mapping[str, str] | None = None) -> None:
+    def __init__(self, task: Task, chosen_roles: Mapping[str, str] | None = None, *, variates: bool = False) -> None:
+        """`variates`: jobs and server have control variates, as SCAFFOLD has them."""
         from fedqueue import aggregate  # loads torch: only runs that train pay for it
 
         self._rules = aggregate
@@ -69,40 +84,80 @@ class RealLearning(Learning):
         super().__init__(sum(t.numel() * t.element_size() for t in first.values()) / 1e6)
         self.roles = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
         self._models: dict[int, StateDict] = {0: first}
-        self._updates: dict[Key, tuple[StateDict, int]] = {}
+        self._moments: Moments = ()  # of the server's optimizer, with the newest model
+        self._variates = self._rules.Variates(first, self.roles) if variates else None
+        self._updates: dict[UpdateKey, tuple[StateDict, int]] = {}
+        self._used: set[UpdateKey] = set()  # of the updates, those that were in a model and are kept
+        self._handed_in: dict[tuple[str, int], StateDict] = {}  # by jobs that stay, last
 
-    def train(self, key: Key, facility: int, number: int, work: Assignment, steps: int) -> int:
-        trained = self._task.train(
-            facility=facility,
-            model=self._models[work.base_version],
+    def train(self, training: Training) -> int:
+        job, attempt, _ = training.key
+        version, samples = training.work.base_version, 0
+        model = self._models[version]
+        if training.ahead:
+            own = self._handed_in[job, attempt]
+            went_on = self._steps(training, own, training.ahead, -training.luck)
+            carried = self._rules.Contribution(weight=1.0, trained=went_on.model, base=own)
+            model = self._rules.aggregate(model, [carried], "add_deltas", self.roles)
+            samples = went_on.samples
+        trained = self._steps(training, model, training.steps - training.ahead, training.luck)
+        if self._variates is not None:
+            length = training.steps * training.work.learning_rate
+            self._variates.trained(training.key, training.facility, model, trained.model, length)
+        if training.stays:
+            self._handed_in[job, attempt] = trained.model
+        self._updates[training.key] = (trained.model, version)
+        return samples + trained.samples
+
+    def _steps(self, training: Training, model: StateDict, steps: int, luck: int) -> Trained:
+        return self._task.train(
+            facility=training.facility,
+            model=model,
             steps=steps,
-            learning_rate=work.learning_rate,
-            key=luck_of(facility, number),
+            learning_rate=training.work.learning_rate,
+            key=luck,
+            drift=None if self._variates is None else self._variates.drift(training.facility),
         )
-        self._updates[key] = (trained.model, work.base_version)
-        return trained.samples
 
-    def corrupt(self, key: Key) -> None:
+    def end(self, job: UpdateKey) -> None:
+        self._handed_in.pop(job[:2], None)
+
+    def corrupt(self, key: UpdateKey) -> None:
         next(t for t in self._updates[key][0].values() if t.is_floating_point()).view(-1)[0] = float("nan")
 
-    def misfit(self, key: Key) -> str | None:
+    def misfit(self, key: UpdateKey) -> str | None:
         trained, base = self._updates[key]
         return self._rules.misfit(trained, self._models[base])
 
-    def aggregate(self, command: Aggregate) -> None:
+    def aggregate(self, command: Aggregate) -> float | None:
         contributions = []
         for share in command.weights:
-            trained, base = self._updates.pop((share.job_id, share.attempt))
+            trained, base = self._updates[share.key]
             contributions.append(
                 self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base])
             )
         current = self._models[command.from_version]
-        self._models[command.to_version] = self._rules.aggregate(
-            current, contributions, command.rule, self.roles, from_first=command.from_version == 0
-        )
+        is_first = command.from_version == 0
+        if command.step is None:
+            made = self._rules.aggregate(current, contributions, command.rule, self.roles, from_first=is_first)
+        else:
+            made, self._moments = self._rules.take_step(
+                current, contributions, command.rule, command.step, self._moments, self.roles, from_first=is_first
+            )
+        if self._variates is not None and command.variates is not None:
+            self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])
+        self._models[command.to_version] = made
+        self._used.update(share.key for share in command.weights)
+        for key in self._used.difference(command.keep):
+            self._updates.pop(key, None)
+        self._used.intersection_update(command.keep)
+        fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
+        return self._rules.agreement(fresh, self.roles) if command.agreement else None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: UpdateKey) -> None:
         self._updates.pop(key, None)
+        if self._variates is not None:
+            self._variates.forget(key)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         held = {base for _, base in self._updates.values()}

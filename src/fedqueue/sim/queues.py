@@ -1,7 +1,8 @@
 """How long a simulated job waits.
 
 Every draw is keyed by (seed, facility, number of the job at that facility), so the j-th job of a facility has the
-same luck under every strategy, and a comparison of strategies compares nothing else.
+same luck under every strategy, and a comparison of strategies compares nothing else. A job that asks for more wall
+time may wait longer, if the queue is set so: with the same luck.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fedqueue.config import FixedQueue, LognormalQueue, QueueSettings, SpikeQueu
 from fedqueue.errors import DataError
 from fedqueue.history.joblog import JobLog
 from fedqueue.history.read import read_log
+from fedqueue.history.requests import ENOUGH, ByRequest, by_request
 
 BLOCK = 1024
 
@@ -28,8 +30,11 @@ Spread = Literal["log", "seconds"]
 
 
 class Queue(Protocol):
-    def delay(self, number: int, attempt: int, at: float) -> float:
+    def delay(self, number: int, attempt: int, at: float, wall_seconds: float) -> float:
         """Seconds that this job waits if it becomes eligible at this second; attempts after 0 were requeued."""
+
+    def mean(self, wall_seconds: float) -> float:
+        """Of jobs that ask for so much, before anything changes the queue: what the predictor `static` is given."""
 
 
 def make_queue(settings: QueueSettings, *, facility: str, seed: int, folder: Path) -> Queue:
@@ -74,7 +79,10 @@ class Fixed:
     def __init__(self, delay: float) -> None:
         self._delay = delay
 
-    def delay(self, number: int, attempt: int, at: float) -> float:
+    def delay(self, number: int, attempt: int, at: float, wall_seconds: float) -> float:
+        return self._delay
+
+    def mean(self, wall_seconds: float) -> float:
         return self._delay
 
 
@@ -85,11 +93,20 @@ class Lognormal:
         self._settings = settings
         self._draws = draws
 
-    def delay(self, number: int, attempt: int, at: float) -> float:
+    def delay(self, number: int, attempt: int, at: float, wall_seconds: float) -> float:
         settings = self._settings
-        return lognormal(self._mean(at), settings.rho, settings.spread, self._draws.normal(number, attempt))
+        usual = lognormal(self._mean_at(at), settings.rho, settings.spread, self._draws.normal(number, attempt))
+        return usual * self._longer(wall_seconds)
 
-    def _mean(self, at: float) -> float:
+    def mean(self, wall_seconds: float) -> float:
+        return self._settings.mean * self._longer(wall_seconds)
+
+    def _longer(self, wall_seconds: float) -> float:
+        """How many times longer a job waits that asks for so much, than one that asks for the usual wall time."""
+        usual = self._settings.usual_wall_seconds
+        return 1.0 if usual is None else float((wall_seconds / usual) ** self._settings.wall_power)
+
+    def _mean_at(self, at: float) -> float:
         match self._settings:
             case StepQueue(mean=mean, mean_after=after, change_at=change_at):
                 return after if at >= change_at else mean
@@ -114,40 +131,43 @@ def lognormal(mean: float, rho: float, spread: Spread, normal: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Waits that were recorded: a job that becomes eligible at t waits as long as the next recorded one; the log begins
-    anew at its end."""
+    """Waits that were recorded: a job that becomes eligible at t waits as long as the next one like it; the log
+    begins anew at its end."""
 
-    submits: list[float]
-    waits: list[float]
+    jobs: ByRequest
     first: float  # second at which the log begins
     length: float  # seconds that it covers
     start: float  # how far into it the run begins
     speed_up: float = 1.0  # so many seconds of the log pass, and waits shrink, in one of the run
     factor: float = 1.0  # how many times longer jobs wait than they did
 
-    def delay(self, number: int, attempt: int, at: float) -> float:
+    def delay(self, number: int, attempt: int, at: float, wall_seconds: float) -> float:
+        alike = self.jobs.like(wall_seconds * self.speed_up)
         moment = self.first + (self.start + at * self.speed_up) % self.length
-        found = bisect_left(self.submits, moment)
-        return self.waits[found % len(self.waits)] / self.speed_up * self.factor
+        found = bisect_left(alike.submits, moment)
+        return alike.waits[found % len(alike.waits)] / self.speed_up * self.factor
 
-    def mean(self) -> float:
-        return sum(self.waits) / len(self.waits) / self.speed_up
+    def mean(self, wall_seconds: float) -> float:
+        return self.jobs.like(wall_seconds * self.speed_up).mean / self.speed_up * self.factor
 
 
 def _of_trace(settings: TraceQueue, draws: Draws, folder: Path) -> Recorded:
-    submits, waits = read_trace(data.find_log(settings.file, folder), settings)
-    length = submits[-1] - submits[0] + 1.0
+    jobs = read_trace(data.find_log(settings.file, folder), settings)
+    first = jobs.whole.submits[0]
+    length = jobs.whole.submits[-1] - first + 1.0
     start = draws.uniform() * length if settings.start is None else settings.start
-    speed_up = settings.speed_up
-    return Recorded(submits=submits, waits=waits, first=submits[0], length=length, start=start, speed_up=speed_up)
+    return Recorded(jobs=jobs, first=first, length=length, start=start, speed_up=settings.speed_up)
 
 
-def read_trace(path: Path, shape: TraceQueue) -> tuple[list[float], list[float]]:
-    """(submission, wait) in seconds of the jobs of this shape, by submission; from a log of any format we read."""
+def read_trace(path: Path, shape: TraceQueue) -> ByRequest:
+    """The jobs of this shape, from a log of any format we read."""
     jobs = _log_of(path).of_shape(shape.procs, shape.max_requested)
     if not len(jobs):
         raise DataError(f"{path}: {_log_of(path).none_like(shape.procs, shape.max_requested)}")
-    return jobs.submit.tolist(), jobs.wait.tolist()
+    found = by_request(jobs, grouped=shape.by_requested)
+    if shape.by_requested and not found.groups:
+        raise DataError(f"{path}: by_requested needs {ENOUGH} jobs that asked for about the same; leave it out")
+    return found
 
 
 def _log_of(path: Path) -> JobLog:
@@ -162,15 +182,3 @@ def _log_of(path: Path) -> JobLog:
 def _unchanged_log(path: Path, modified: int, size: int) -> JobLog:
     """Facilities and seeds share traces: each is read once, as long as the file stays as it is."""
     return read_log(path)
-
-
-def true_mean(settings: QueueSettings, queue: Queue) -> float:
-    """The mean wait that a simulation knows before it starts: what the `static` predictor is given."""
-    match settings:
-        case FixedQueue():
-            return settings.delay
-        case TraceQueue():
-            assert isinstance(queue, Recorded)
-            return queue.mean()
-        case _:
-            return settings.mean

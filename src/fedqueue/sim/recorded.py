@@ -17,7 +17,7 @@ from typing import Any
 from fedqueue.config import Config, FixedQueue
 from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.protocol.contract import Assignment, JobId, facility_of, sequence_of
+from fedqueue.protocol.contract import Assignment, JobId, UpdateKey, facility_of, sequence_of
 from fedqueue.protocol.messages import (
     CoordinatorResumed,
     Event,
@@ -29,6 +29,7 @@ from fedqueue.protocol.messages import (
     JobRequeued,
     ModelReady,
     ModelScored,
+    NodeHoursTold,
     RunPaused,
     RunResumed,
     StopRequested,
@@ -36,6 +37,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
+    UpdatesWithdrawn,
 )
 from fedqueue.protocol.plan import Plan
 from fedqueue.runs import rebuild_plan
@@ -53,10 +55,15 @@ OUTSIDE = (
     FacilityJoined,
     FacilityDrained,
     ForecastIssued,
+    NodeHoursTold,
+    UpdatesWithdrawn,
     ModelScored,
 )
 """Events that no job and no command brings about."""
 TROUBLES = {SubmitRefused, JobRequeued, JobFailed, UpdateRejected}
+
+CUTOFF = "cutoff/"
+"""How the keys of timers that end rounds begin."""
 
 CLOSE_SECONDS = 0.5
 """Between an arrival and a cutoff: which came first may turn out otherwise in virtual time."""
@@ -76,8 +83,18 @@ SELECT j.job, j.ordered_at, j.ended_at, j.arrived_at, j.started_at, j.admission_
          ORDER BY i.attempt DESC LIMIT 1), (SELECT json_extract(c.body, '$.assignment.steps') FROM commands c
          WHERE c.job = j.job AND c.kind = 'AssignWork')) AS assigned,
        (SELECT json_extract(c.body, '$.order.after') FROM commands c
-         WHERE c.job = j.job AND c.kind = 'SubmitJob') AS after
+         WHERE c.job = j.job AND c.kind = 'SubmitJob') AS after,
+       (SELECT json_extract(c.body, '$.order.stay') FROM commands c
+         WHERE c.job = j.job AND c.kind = 'SubmitJob') AS stay
 FROM jobs j ORDER BY j.ordered_at
+"""
+
+
+_FATES = """
+SELECT json_extract(body, '$.facts.job') AS job, json_extract(body, '$.facts.attempt') AS attempt,
+       json_extract(body, '$.facts.part') AS part, json_extract(body, '$.facts.fate') AS fate,
+       json_extract(body, '$.facts.version') AS version
+FROM commands WHERE kind = 'Record' AND json_extract(body, '$.kind') = 'fate'
 """
 
 
@@ -127,11 +144,13 @@ class Recording:
     jobs: dict[str, dict[int, JobRecord]]  # by facility and number: those that brought an update
     courses: dict[JobId, Course]  # of the jobs whose durations do not say how they went: see `_undisturbed`
     outside: list[Heard]  # what operators, clocks and networks did
-    rang_late: dict[tuple[str, float], float]  # timers by key and time: when they fired, if the coordinator was busy
+    rang_late: dict[str, list[tuple[float, float]]]  # timers by key: when due and when they fired, later than that
+    cutoffs: dict[str, float]  # timers that end rounds: when they were due
     model_seconds: dict[int, float]  # from asking for a version to its being ready
-    fates: dict[tuple[str, int], tuple[str, int | None]]  # of each update: fate, and the version it went into
+    agreements: dict[int, float]  # how far the updates of a version agreed, where that was asked for
+    fates: dict[UpdateKey, tuple[str, int | None]]  # of each update: fate, and the version it went into
     ordered: dict[JobId, float]  # every job, with the time of its order
-    close: dict[tuple[str, int], tuple[float, float]]  # updates that came close to a cutoff: when, and the cutoff
+    close: dict[UpdateKey, tuple[float, float]]  # updates that came close to a cutoff: when, and the cutoff
 
 
 def read_recording(folder: Path) -> Recording:
@@ -144,32 +163,39 @@ def read_recording(folder: Path) -> Recording:
         asked_at: dict[int, float] = {}
         model_seconds: dict[int, float] = {}
         set_for: dict[str, list[float]] = {}
-        rang_late: dict[tuple[str, float], float] = {}
+        rang_late: dict[str, list[tuple[float, float]]] = {}
+        cutoffs: dict[str, float] = {}
+        agreements: dict[int, float] = {}
         for seq, (event, commands) in enumerate(ledger.steps()):
             if isinstance(event, OUTSIDE):
                 outside.append(Heard(seq, event))
             elif isinstance(event, ModelReady) and event.version in asked_at:
                 model_seconds.setdefault(event.version, max(0.0, event.at - asked_at[event.version]))
+                if event.agreement is not None:
+                    agreements[event.version] = event.agreement
             elif (job := _job_of(event)) in courses:
                 courses[job].heard.append(Heard(seq, event))
             if isinstance(event, TimerFired) and set_for.get(event.key):
                 due = min(set_for[event.key])
                 set_for[event.key].remove(due)
                 if event.at > due:
-                    rang_late[event.key, due] = event.at
+                    rang_late.setdefault(event.key, []).append((due, event.at))
             for kind, text in commands:
                 if kind == "Aggregate":
                     asked_at.setdefault(json.loads(text)["to_version"], event.at)
                 elif kind == "SetTimer":
                     timer = json.loads(text)
                     set_for.setdefault(timer["key"], []).append(timer["at"])
-        calm = _undisturbed(courses, outside)
+                    if timer["key"].startswith(CUTOFF):
+                        cutoffs[timer["key"]] = timer["at"]
+        stay = {job for job, row in rows.items() if row["stay"] is not None}
+        calm = _undisturbed(courses, outside) - stay
         jobs: dict[str, dict[int, JobRecord]] = {p["name"]: {} for p in ledger.meta["plan"]["facilities"]}
         for job, row in rows.items():
             if row["arrived_at"] is not None and row["started_at"] is not None:
                 jobs[facility_of(job)][sequence_of(job)] = _record(row, rows)
         fates = {
-            (row["job"], row["attempt"]): (row["fate"], row["version"]) for row in ledger.rows("SELECT * FROM updates")
+            (row["job"], row["attempt"], row["part"] or 0): (row["fate"], row["version"]) for row in ledger.rows(_FATES)
         }
         return Recording(
             plan=rebuild_plan(ledger.meta),
@@ -178,6 +204,8 @@ def read_recording(folder: Path) -> Recording:
             courses={job: course for job, course in courses.items() if job not in calm},
             outside=outside,
             rang_late=rang_late,
+            cutoffs=cutoffs,
+            agreements=agreements,
             model_seconds=model_seconds,
             fates=fates,
             ordered={job: row["ordered_at"] for job, row in rows.items()},
@@ -185,7 +213,7 @@ def read_recording(folder: Path) -> Recording:
         )
 
 
-def _close(ledger: LedgerReader) -> dict[tuple[str, int], tuple[float, float]]:
+def _close(ledger: LedgerReader) -> dict[UpdateKey, tuple[float, float]]:
     """Durations are measured at several places, so virtual time is right to a part of a second and no better."""
     fired = ledger.rows("SELECT at FROM events WHERE kind = 'TimerFired' AND body LIKE '%\"cutoff/%'")
     found = {}
@@ -193,7 +221,7 @@ def _close(ledger: LedgerReader) -> dict[tuple[str, int], tuple[float, float]]:
         receipt, at = json.loads(event["body"])["receipt"], event["at"]
         nearest = min((row["at"] for row in fired), key=lambda cutoff: abs(cutoff - at), default=None)
         if nearest is not None and abs(nearest - at) <= CLOSE_SECONDS:
-            found[receipt["job_id"], receipt["attempt"]] = at, nearest
+            found[receipt["job_id"], receipt["attempt"], receipt.get("part", 0)] = at, nearest
     return found
 
 
@@ -229,6 +257,7 @@ def _record(row: Any, rows: dict[str, Any]) -> JobRecord:
     if before is not None and before["ended_at"] is not None:
         eligible_from = max(eligible_from, before["ended_at"])
     took_work_at = row["started_at"] + row["lingered"]
+    ended_at = row["ended_at"] if row["stay"] is None else row["arrived_at"]  # of one that stays, its first part counts
     trained = row["train_seconds"] is not None and row["train_seconds"] > 0
     return JobRecord(
         submit=row["eligible_at"] - eligible_from,
@@ -239,8 +268,8 @@ def _record(row: Any, rows: dict[str, Any]) -> JobRecord:
         steps_per_second=row["steps_done"] / row["train_seconds"] if trained else None,
         assigned=row["assigned"],
         most_steps=row["steps_done"] if trained else None,
-        startup=max(0.0, row["ended_at"] - took_work_at - row["train_seconds"]) if trained else 0.0,
-        rest=max(0.0, row["arrived_at"] - row["ended_at"]) if trained else 0.0,
+        startup=max(0.0, ended_at - took_work_at - row["train_seconds"]) if trained else 0.0,
+        rest=max(0.0, row["arrived_at"] - ended_at) if trained else 0.0,
     )
 
 

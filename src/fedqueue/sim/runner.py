@@ -15,7 +15,8 @@ from fedqueue.errors import FedQueueError
 from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger
 from fedqueue.metrics import Tally
-from fedqueue.protocol.roles import must_match, special
+from fedqueue.protocol.aggregation import must_match, special
+from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import SUMMARY, describe
 from fedqueue.sim.learning import Learning, RealLearning
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
@@ -81,4 +82,5 @@ def _learning(config: Config, seed: int) -> Learned:
         sys.path.insert(0, config.folder)
     task = make_task(config.task, len(config.facility), seed)
     must_match(config.model.roles, task.initial_model())
-    return RealLearning(task, config.model.roles), task.data_sizes()
+    keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
+    return RealLearning(task, config.model.roles, variates=keeps_variates), task.data_sizes()

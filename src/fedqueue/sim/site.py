@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import floor
+from dataclasses import dataclass, field
+from math import floor, inf
 from pathlib import Path
+from typing import NamedTuple
 
 from fedqueue.config import Config, FacilitySettings
 from fedqueue.errors import ConfigError
-from fedqueue.protocol.budget import ROUNDING, bind, linger_until
-from fedqueue.protocol.contract import Assignment, JobId, Order, Standing, sequence_of
+from fedqueue.protocol.budget import ROUNDING, Further, bind, further_work, idle_limit, linger_until
+from fedqueue.protocol.cap import CapLeft, cap_left
+from fedqueue.protocol.contract import Assignment, JobId, Order, Standing, UpdateKey, sequence_of
 from fedqueue.protocol.messages import Event
 from fedqueue.sim.faults import Faults
-from fedqueue.sim.queues import make_queue, true_mean
+from fedqueue.sim.queues import make_queue
 
-AT_SCHEDULER = ("waiting", "lingering", "running")
+AT_SCHEDULER = ("waiting", "lingering", "running", "staying")
 
 
 @dataclass(slots=True)
@@ -30,22 +32,33 @@ class SimJob:
     attempt: int = 0
     eligible_at: float | None = None  # None: chained to a job that has not ended
     started_at: float | None = None  # None: it holds no nodes
-    state: str = "waiting"  # waiting, lingering, running, ended (its update is on the way), gone
-
-    misfit: str | None = None  # why its update could not be used
+    state: str = "waiting"
+    """waiting, lingering, running, staying (it handed in and waits for more work), ended (its update is on the way),
+    gone."""
+    part: int = 0  # that it is at, if it stays
+    handed_in_at: float = 0.0  # the part before
+    waited: float = 0.0  # seconds from then to its taking more work
+    on_the_way: int = 0  # updates that have not arrived
+    misfits: dict[UpdateKey, str | None] = field(default_factory=dict)  # of those that have: why one cannot be used
 
     @property
     def id(self) -> JobId:
         return self.order.job_id
 
+    @property
+    def key(self) -> UpdateKey:
+        """Of the update that it is at."""
+        return self.order.job_id, self.attempt, self.part
 
-@dataclass(frozen=True, slots=True)
-class Course:
+
+class Course(NamedTuple):
     """How one attempt of a job will run, if nothing strikes it."""
 
     attempt: int
+    part: int
     admission_delay: float
-    steps: int
+    steps: int  # those done ahead of the model are among them
+    ahead: int
     train_seconds: float
     ends_at: float
     hits_wall: bool  # the wall time is over before a single step is done
@@ -61,12 +74,15 @@ class Site:
             raise ConfigError(f"facility.{settings.name}.{lacks}: is missing; a simulation needs it")
         self.queue = make_queue(settings.queue, facility=settings.name, seed=seed, folder=Path(config.folder))
         self.faults = Faults(config.fault, facility=settings.name, seed=seed)
-        self.true_mean_delay = true_mean(settings.queue, self.queue)
+        stay = getattr(config.options(), "stay", "off")
+        self.true_mean_delay = self.queue.mean(stay if isinstance(stay, float) else config.run.round_length)
         self.speed = settings.steps_per_second / settings.slowdown
         self.jobs: dict[JobId, SimJob] = {}  # waiting, running, or with an update on the way
         self.outages = 0  # under way; they may overlap
         self.held: list[Event] = []  # what happened here while it was out of reach
         self.staged: list[tuple[float, Standing]] = []  # (on site since, standing work), oldest first
+        self.used = 0.0  # node-seconds, by what is over
+        self.told_left: CapLeft | None = None  # of the cap on node-hours
 
     @property
     def away(self) -> bool:
@@ -75,6 +91,14 @@ class Site:
     def transfer_seconds(self, megabytes: float) -> float:
         rate = self.settings.megabytes_per_second
         return self.settings.latency_seconds + (megabytes / rate if rate is not None else 0.0)
+
+    def cap_left(self) -> CapLeft | None:
+        """Of the cap on node-hours; None: there is none."""
+        if self.settings.node_hours is None:
+            return None
+        walls = sum(job.order.wall_seconds for job in self.jobs.values() if job.state in AT_SCHEDULER)
+        nodes = self.settings.nodes
+        return cap_left(self.settings.node_hours, nodes, used=self.used, asked=walls * nodes)
 
     def at_scheduler(self) -> int:
         return sum(job.state in AT_SCHEDULER for job in self.jobs.values())
@@ -85,7 +109,13 @@ class Site:
         return job
 
     def lingering(self) -> list[SimJob]:
-        return [job for job in self.jobs.values() if job.state == "lingering"]
+        """Jobs that take standing work when some is there."""
+        return [job for job in self.jobs.values() if job.state in ("lingering", "staying") and job.binds_itself]
+
+    def ends_at(self, job: SimJob) -> float:
+        """By when a running job has to hand in."""
+        assert job.started_at is not None
+        return job.started_at + self.wall_of(job)
 
     def stage(self, standing: Standing, at: float, megabytes: float) -> float:
         """Standing work is on its way; its model travels only if the site does not have it or await it.
@@ -120,11 +150,32 @@ class Site:
     def take_work(self, job: SimJob, at: float) -> tuple[float, Assignment]:
         """What a job takes now from the standing work, and since when that has been on site."""
         staged_at, standing = self.standing(at)
-        return staged_at, bind(standing, at)
+        ends_at = self.ends_at(job) if job.order.stay is not None else inf
+        return staged_at, bind(standing, at, ends_at, stayed=job.part > 0)
+
+    def idle_until(self, job: SimJob) -> float:
+        """Until when a job that stays and has handed in waits for work."""
+        assert job.order.stay is not None
+        limit = idle_limit(job.order.stay, self.staged[0][1] if self.staged else None)
+        return min(job.handed_in_at + limit, self.ends_at(job))
+
+    def further_work(self, job: SimJob, at: float) -> tuple[Further, float | None]:
+        """What a job does that stays and has handed in; and when to look again, if nothing new comes before."""
+        if not self.staged or self.staged[0][0] > at:
+            return "wait", None
+        standing = self.standing(at)[1]
+        done = job.work.base_version if job.work is not None else None
+        until = linger_until(standing, at, stays=True, stayed=job.part > 0)
+        return further_work(standing, job.number, done, at, self.ends_at(job)), until
+
+    def ahead_steps(self, job: SimJob) -> int:
+        """That a job did while it waited for its next model."""
+        ahead = job.part > 0 and self.staged and self.staged[0][1].ahead
+        return floor(job.waited * self.speed_of(job) + ROUNDING) if ahead else 0
 
     def linger_until(self, job: SimJob, at: float) -> float | None:
         """Until when a job that starts now waits for a newer model; None: it takes what there is."""
-        return linger_until(self.standing(at)[1], at)
+        return linger_until(self.standing(at)[1], at, stays=job.order.stay is not None)
 
     def startup_of(self, job: SimJob) -> float:
         """Seconds from the start of a job to its first step."""
@@ -140,14 +191,14 @@ class Site:
 
     def wait(self, job: SimJob, at: float) -> float:
         """Seconds until a job that becomes eligible now starts."""
-        delay = self.queue.delay(job.number, job.attempt, at)
+        delay = self.queue.delay(job.number, job.attempt, at, job.order.wall_seconds)
         chained = job.order.after is not None and job.attempt == 0
         aged = self.settings.accrue * (at - job.submitted_at) if chained else 0.0
         return max(0.0, delay - aged)
 
     def course(self, job: SimJob, work: Assignment, at: float, delay: float) -> Course:
         """Of an attempt that starts now, after waiting `delay` seconds."""
-        train_from = max(at + self.startup_of(job), job.work_staged_at)
+        train_from = max(at + (self.startup_of(job) if job.part == 0 else 0.0), job.work_staged_at)
         wall_end = (at if job.started_at is None else job.started_at) + self.wall_of(job)
         seconds = wall_end - train_from
         if work.train_budget is not None:
@@ -156,5 +207,7 @@ class Site:
         speed = self.speed_of(job)
         steps = min(work.steps, floor(max(0.0, seconds) * speed + ROUNDING))
         if steps < 1:
-            return Course(job.attempt, delay, 0, 0.0, wall_end, True)
-        return Course(job.attempt, delay, steps, steps / speed, train_from + steps / speed, False)
+            return Course(job.attempt, job.part, delay, 0, 0, 0.0, wall_end, True)
+        ahead = self.ahead_steps(job)
+        done = steps + ahead
+        return Course(job.attempt, job.part, delay, done, ahead, done / speed, train_from + steps / speed, False)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedqueue.protocol.roles import declaration
-from fedqueue.training.settings import StoredTask
+from fedqueue.protocol.aggregation import declaration
+from fedqueue.training.job import StoredTask
 
 if TYPE_CHECKING:
     from fedqueue.training.tasks import Task

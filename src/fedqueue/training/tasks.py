@@ -1,14 +1,13 @@
-"""A task: a model and each facility's data, ready to be trained and scored."""
+"""A task: a model and each facility's data, ready to be trained and scored. Plain PyTorch, the same bits for the same
+inputs."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
-from fedqueue.errors import ConfigError, FedQueueError, TaskError
+from fedqueue.errors import ConfigError, TaskError, describe
 from fedqueue.plugins import plugins
-from fedqueue.protocol.roles import buffer_roles
-from fedqueue.training.settings import TaskSettings
-from fedqueue.training.trainer import (
-    batches,
-    copy_state,
-    derive_seed,
-    make_optimizer,
-    products_in,
-    sample_draws,
-    seeded,
-    train_steps,
-)
-from fedqueue.training.workload import Workload
+from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.training.job import TaskSettings
+from fedqueue.training.workload import Workload, load_workload
 
 __all__ = ["StateDict", "Task", "TaskSettings", "Trained", "Workload", "make_task"]
 
-BUILT_IN = {
-    "digits": "fedqueue.training.digits:workload",
-    "mnist": "fedqueue.training.mnist:workload",
-}
 Indices = npt.NDArray[np.int64]
 SCORE_CHUNK = 128
 """Test samples in one forward pass; with a thousand, whose activations leave the cache, it takes twice as long."""
@@ -100,7 +85,7 @@ class Task:
         return {name: tensor.clone() for name, tensor in self._initial.items()}
 
     def declared_roles(self) -> dict[str, str]:
-        """What its buffers are, by name: see `fedqueue.protocol.roles`."""
+        """What its buffers are, by name: see `fedqueue.protocol.aggregation`."""
         return buffer_roles(self._module)
 
     def data_sizes(self) -> tuple[int, ...]:
@@ -116,10 +101,12 @@ class Task:
         learning_rate: float,
         key: int,
         during: Iterable[object] | None = None,
+        drift: StateDict | None = None,
     ) -> Trained:
         """Train `model` on one facility's data for `steps` steps, or until `during` has no more to give.
 
-        `key` selects the random numbers; the same arguments give the same bits, whatever ran before.
+        `key` selects the random numbers; the same arguments give the same bits, whatever ran before. `drift` times the
+        learning rate is added to the parameters after each step.
         """
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
@@ -128,7 +115,7 @@ class Task:
         with _blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
             # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
             schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
-            trained, done, total = self._go_through(schedule, model, learning_rate, job_seed, during)
+            trained, done, total = self._go_through(schedule, model, learning_rate, job_seed, during, drift)
         return Trained(model=trained, samples=done * min(size, len(part)), loss=float(total) / max(1, done))
 
     def _go_through(
@@ -138,17 +125,21 @@ class Task:
         learning_rate: float,
         job_seed: int,
         during: Iterable[object] | None,
+        drift: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
         """The trained model, how many steps were done, and the sum of their losses."""
         if during is not None:
             schedule = (batch for _, batch in zip(during, schedule, strict=False))
         self._module.load_state_dict(model)
         optimizer = make_optimizer(self._module, self._settings, learning_rate)
+        if drift is not None:
+            optimizer.register_step_post_hook(_drifting(self._module, drift, learning_rate))
         counted = count()
         counting = _counting(schedule, counted)
         augment = augmentation(self._workload, job_seed)
         with products_in(self._workload, self._device):
-            total = train_steps(self._module, optimizer, self._workload.loss, self._train, counting, augment)
+            pull = proximal_pull(self._module, self._settings.proximal)
+            total = train_steps(self._module, optimizer, self._workload.loss, self._train, counting, augment, pull)
         return copy_state(self._module), next(counted), total
 
     def score(self, model: StateDict) -> dict[str, float]:
@@ -296,67 +287,162 @@ def _check_enough(n: int, parts: int) -> None:
         raise ValueError(f"{n} samples cannot be split into {parts} parts")
 
 
-def load_workload(name: str, options: Mapping[str, object]) -> Workload:
-    """Call the function that `name` stands for; example: `load_workload("my_study:make", {"width": 64})`.
+# The training loop -----------------------------------------------------------------------------------
 
-    Modules are looked for in the current folder and on PYTHONPATH. Raises `TaskError` in one line.
+
+def derive_seed(*parts: object) -> int:
+    """A seed below 2**63 that depends on every part. Example: `derive_seed("train", seed, key)`."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's own random numbers start from `seed` inside and go on undisturbed afterwards."""
+    processor_state = torch.get_rng_state()
+    accelerator_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        # Not torch.manual_seed: that would also reseed accelerators whose state is not put back.
+        torch.default_generator.manual_seed(seed)
+        if accelerator_state is not None:
+            torch.cuda.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(processor_state)
+        if accelerator_state is not None:
+            torch.cuda.set_rng_state(accelerator_state, device)
+
+
+def make_optimizer(module: nn.Module, settings: TaskSettings, learning_rate: float) -> torch.optim.Optimizer:
+    """A fresh optimizer over the parameters that train."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    decay = settings.weight_decay
+    # One call a step instead of several a tensor: a fifth of a small network's time. Not for complex numbers.
+    fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
+    if settings.optimizer == "sgd":
+        momentum = settings.momentum
+        return torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum, weight_decay=decay, fused=fused)
+    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=learning_rate, weight_decay=decay, fused=fused)
+
+
+def proximal_pull(module: nn.Module, strength: float) -> Callable[[], None] | None:
+    """Adds the gradient of strength/2 * |w - w_now|^2 to those of the module's parameters; None: there is none."""
+    if not strength:
+        return None
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    base = [parameter.detach().clone() for parameter in parameters]
+
+    def pull() -> None:
+        for parameter, start in zip(parameters, base, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - start, alpha=strength)
+
+    return pull
+
+
+def _drifting(module: nn.Module, drift: StateDict, learning_rate: float) -> Callable[..., None]:
+    """Adds drift * learning_rate to the parameters that train."""
+    moved = [(p.data, drift[name]) for name, p in module.named_parameters() if p.requires_grad]
+
+    def move(*_: object) -> None:
+        for parameter, way in moved:
+            parameter.add_(way, alpha=learning_rate)
+
+    return move
+
+
+def batches(part: Tensor, batch_size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Sample numbers for each of `steps` steps: full batches from shuffled epochs over `part`.
+
+    What is left of an epoch after its last full batch is not used; another shuffle leaves out others. A part
+    smaller than a batch is one batch.
     """
-    place = BUILT_IN.get(name, name)
-    module_name, colon, function_name = place.partition(":")
-    if colon and module_name and function_name:
-        function = _find_function(name, module_name, function_name)
-    else:
-        added = plugins("workloads")
-        if name not in added:
-            known = ", ".join(map(repr, [*BUILT_IN, *added]))
-            raise TaskError(f"task {name!r} is not known; use one of {known}, or your own as 'module:function'")
-        function = added[name]
-    try:
-        workload = function(**options)
-    except FedQueueError:
-        raise
-    except Exception as error:
-        raise TaskError(f"task {name!r}: its function raised {describe(error)}") from error
-    if not isinstance(workload, Workload):
-        raise TaskError(f"task {name!r}: its function must return a Workload, not {type(workload).__name__}")
-    for part, pair in (("train", workload.train), ("test", workload.test)):
-        _check_samples(name, part, pair)
-    return workload
+    size = min(batch_size, len(part))
+    an_epoch = len(part) // size
+    for start in range(0, steps, an_epoch):
+        count = min(an_epoch, steps - start)
+        order = torch.randperm(len(part), generator=generator)[: count * size]
+        yield from part[order.to(part.device)].view(count, size)
 
 
-def _find_function(name: str, module_name: str, function_name: str) -> Callable[..., object]:
-    # An installed command does not look in the current folder, where a user's file is; `python -m` does.
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise TaskError(
-                f"task {name!r}: there is no module {module_name!r} in the current folder or on PYTHONPATH"
-            ) from error
-        raise TaskError(f"task {name!r}: module {error.name!r} is not installed") from error
-    except Exception as error:
-        raise TaskError(f"task {name!r}: importing {module_name!r} raised {describe(error)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise TaskError(f"task {name!r}: module {module_name!r} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
+def train_steps(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    samples: tuple[Tensor, Tensor],
+    schedule: Iterator[Tensor],
+    augment: Callable[[int, Tensor], Tensor] | None = None,
+    pull: Callable[[], None] | None = None,
+) -> Tensor:
+    """One optimizer step for each batch in `schedule`; the sum of their losses, still on the device.
+
+    `augment` turns the inputs of a step, counted from 0, into what the module is given. `pull` adds to the gradients.
+    """
+    inputs, targets = samples
+    module.train()
+    total = torch.zeros((), device=inputs.device)
+    for step, chosen in enumerate(schedule):
+        optimizer.zero_grad()
+        given = inputs[chosen] if augment is None else augment(step, inputs[chosen])
+        loss = loss_function(module(given), targets[chosen])
+        loss.backward()  # type: ignore[no-untyped-call]
+        if pull is not None:
+            pull()
+        optimizer.step()
+        total += loss.detach()  # not .item(): that would wait for the device in each step
+    return total
 
 
-def _check_samples(name: str, part: str, pair: object) -> None:
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(tensor, Tensor) for tensor in pair)):
-        raise TaskError(f"task {name!r}: {part} must be a pair of tensors, inputs and targets")
-    inputs, targets = pair
-    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets) or len(inputs) == 0:
-        raise TaskError(
-            f"task {name!r}: {part} needs as many inputs as targets and at least one, "
-            f"found shapes {tuple(inputs.shape)} and {tuple(targets.shape)}"
-        )
+def products_in(workload: Workload, device: torch.device) -> AbstractContextManager[object]:
+    """The workload's precision on an accelerator; on the processor everything has that of its tensors."""
+    if device.type != "cuda" or workload.precision == torch.float32:
+        return nullcontext()
+    return torch.autocast("cuda", workload.precision, cache_enabled=False)
 
 
-def describe(error: Exception) -> str:
-    """The error's type and the first line of its text: a message stays one line."""
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def copy_state(module: nn.Module) -> StateDict:
+    """The module's parameters and buffers, contiguous, in memory of their own, on the module's device."""
+    return {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in module.state_dict().items()
+    }
+
+
+# Random numbers that are a hash of what they are for, and so the same on every device and in every company. A generator
+# on an accelerator draws other numbers than one on the processor, and a step that is recorded once and replayed for
+# many jobs cannot be given a generator for each.
+
+AUGMENTATION = 63
+"""The layer that draws for the samples of a step, where others count those of the network."""
+
+_ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+
+
+def draws(keys: Tensor, steps: Tensor, layer: int, count: int) -> Tensor:
+    """Whole numbers (keys, count), every bit at random; `keys` and `steps` are whole numbers of one dimension."""
+    places = torch.arange(count, device=keys.device)
+    return _mix(_mix(keys + _mix(steps * 64 + layer))[:, None] + places * _ODD[0])
+
+
+def sample_draws(key: int, step: int, count: int, device: torch.device) -> Tensor:
+    """One number for each of a step's samples, as `draws` gives them to the layer `AUGMENTATION`."""
+    return draws(torch.tensor([signed(key)], device=device), torch.tensor([step], device=device), AUGMENTATION, count)[
+        0
+    ]
+
+
+def signed(key: int) -> int:
+    """A key of up to 64 bits as torch's whole numbers hold it.
+
+    >>> signed(2**64 - 1)
+    -1
+    """
+    return (key + 2**63) % 2**64 - 2**63
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Whole numbers that differ a little -> numbers that differ in every bit (64-bit arithmetic that wraps)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _ODD[1]
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

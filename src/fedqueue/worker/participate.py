@@ -1,44 +1,53 @@
-"""What a training script calls to take part: take the work, train until told to stop, hand in.
+"""What a training script calls to take part: take the work, train until told to stop, hand in, and go on.
 
     with fedqueue.participate() as work:
-        model.load_state_dict(work.model(), strict=False)
-        for step in work.steps():
-            ...
-        work.submit(model.state_dict())
+        for part in work.parts():
+            model.load_state_dict(part.model(), strict=False)
+            for step in part.steps():
+                ...
+            part.submit(model.state_dict())
 
-The worker runs in whatever Python the site offers, from 3.9, and talks to the agent through files alone. torch is
-loaded only for what needs it.
+A script without `parts` hands in once, and its job ends. The worker runs in whatever Python the site offers, from 3.9,
+and talks to the agent through files alone. torch is loaded only for what needs it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fedqueue.errors import describe
+from fedqueue.files import failpoint
 from fedqueue.protocol.codec import message
 from fedqueue.protocol.contract import Assignment, AssignmentFile, Result, Trained
-from fedqueue.worker.binding import Job, await_assignment, dry_run_job, take_work, this_job
-from fedqueue.worker.distributed import Ranks, await_device, broadcast_model, device_in_use
-from fedqueue.worker.handin import (
+from fedqueue.worker.ahead import Ahead
+from fedqueue.worker.distributed import broadcast_model, sum_over_ranks, wait_for_all
+from fedqueue.worker.dry_run import dry_run_job
+from fedqueue.worker.find_work import WorkFinder, await_assignment
+from fedqueue.worker.job_folder import (
     FILE_PATIENCE,
     Header,
     ParticipateError,
+    Ranks,
     Tensors,
+    ThisJob,
     check_libraries,
     choose,
-    describe,
     numbers,
     read_file,
     read_header,
     say,
+    this_job,
     write_file,
     write_update,
 )
@@ -54,10 +63,11 @@ RESERVE_SECONDS = 5.0
 RECENT_STEPS = 8
 """A step is begun if the longest of so many before it would still fit."""
 
-SIGN_SECONDS = 5.0
-"""Between two signs of life: should the scheduler take the job back unseen, they tell how long it ran."""
+MOST_AHEAD = 10**9
+"""Steps ahead of the next model: it ends them."""
 
 STEPS, DEADLINE = 1, 2  # what the first rank tells the others; 0: go on
+WAIT, TAKE, LEAVE, AHEAD = 0, 1, 2, 3  # the same between two parts
 
 
 @message
@@ -78,16 +88,21 @@ def participate(dry_run: Mapping[str, Any] | None = None) -> Iterator[Work]:
     job = this_job(os.environ) or dry_run_job(dry_run, ranks)
     work = Work(job, ranks)
     with _listening(work):
+        if not work._take():
+            say("no work came, so the job ends")
+            raise SystemExit(0)
         try:
-            work._take()
             yield work
-            ranks.wait_for_all()  # nobody leaves, and ends the job, while the first still writes
+            if ranks.connected:
+                wait_for_all()  # nobody leaves, and ends the job, while the first still writes
         except BaseException as error:
             if not work.submitted:
-                say(f"nothing was handed in, so {work.job_id} counts as failed: the script raised {describe(error)}")
+                say(f"{work._missing()}, so {work.job_id} counts as failed: the script raised {describe(error)}")
             raise
-    if not work.submitted and ranks.first:
-        say(f"nothing was handed in, so {work.job_id} counts as failed: the script never called work.submit()")
+        if work.submitted or work.part > 0:
+            work._leave()
+    if not work.submitted and work.part == 0 and ranks.first:
+        say(f"{work._missing()}, so {work.job_id} counts as failed: the script never called work.submit()")
 
 
 @contextmanager
@@ -108,7 +123,7 @@ def _listening(work: Work) -> Iterator[None]:
 class Work:
     """One job's work. Made by `participate`; times are seconds."""
 
-    def __init__(self, job: Job, ranks: Ranks) -> None:
+    def __init__(self, job: ThisJob, ranks: Ranks) -> None:
         self.job_id = job.order.job_id
         """Facility and number, as in "north/3"."""
         self.facility = job.order.facility
@@ -119,34 +134,70 @@ class Work:
         """"train", "warm_up" or "evaluate"."""
         self.state_dir = job.state_dir
         """A folder that stays between the jobs of a facility."""
+        self.part = job.parts()
+        """Which part of what it hands in this is, from 0 on."""
+        self.is_ahead = False
+        """Whether it trains on from its own weights, because the next model is not there yet."""
         self.submitted = False
+        """Whether this part was handed in."""
         self._job = job
         self._ranks = ranks
         self._memory = job.state_dir / ".fedqueue.json"
-        self._wall_end = time.perf_counter() + job.wall_left - self._reserve()
+        self._ends = time.perf_counter() + job.wall_left
+        self._wall_end = self._ends - self._reserve()
         self._told_to_stop = False
+        self._finder = WorkFinder(job, self._is_hurried, lambda: self._wall_end - time.perf_counter())
+        self._several = False  # the script goes from part to part
+        self._has_left = False
+        self._handed_in_at = 0.0  # by the job's clock, the part before
+        self._ahead: Ahead | None = None  # None: it does not train on from its own weights
+        self._waited: float | None = None  # seconds between the two parts before
+        self._reads_file = False  # the script takes the model from its file: it cannot train on from its own
+        self._turn_seconds = 0.0  # of a part: from its beginning to its first step, and from its last to its end
+        self._next_look = 0.0  # for more work, while it trains on
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._taken: AssignmentFile
         self._header: Header = {}
+        self._roles: dict[str, str] = {}
+
+    def _take(self) -> bool:
+        """The work that it begins with; False: there is none."""
+        check_libraries()
+        if self._ranks.first:
+            taken = self._finder.first(self.part)
+        else:
+            assigned = self._job.assigned if self.part == 0 else None
+            taken = assigned or await_assignment(self._job, self.part)
+        if taken is None:
+            self._leave()
+            return False
+        self._begin(taken)
+        return True
+
+    def _begin(self, taken: AssignmentFile) -> None:
+        self._taken = taken
+        # Kept, because the agent may clear away the file of a superseded model while we train.
+        self._header, self._roles = read_header(Path(taken.model), time.monotonic() + FILE_PATIENCE)
+        self.is_ahead = False
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        self.submitted = False
+        self._begun = time.perf_counter()
         self._began_at: float | None = None  # by the job's clock, when the first step began
         self._first: float | None = None  # the same by perf_counter, as all below
         self._last: float | None = None  # when the last step was over
         self._open: float | None = None  # when the step under way began
-        self._next_sign = time.perf_counter()
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps_done = 0
         self._samples = 0  # of this process
         self._samples_of_all = 0  # of all processes, as of the last step they agreed on
         self._stopped_by: str | None = None
 
-    def _take(self) -> None:
-        check_libraries()
-        job = self._job
-        if not self._ranks.first:
-            self._taken = job.assigned or await_assignment(job)
-        else:
-            self._taken = take_work(job, hurried=lambda: self._told_to_stop or time.perf_counter() > self._wall_end)
-        # Kept, because the agent may clear away the file of a superseded model while we train.
-        self._header = read_header(self.model_path, time.monotonic() + FILE_PATIENCE)
+    def _is_hurried(self) -> bool:
+        return self._told_to_stop or time.perf_counter() > self._wall_end
+
+    def _missing(self) -> str:
+        return f"part {self.part} was not handed in" if self.part else "nothing was handed in"
 
     def _reserve(self) -> float:
         """Seconds before the wall end at which training stops. Half the time at most: a file system that was slow
@@ -162,7 +213,8 @@ class Work:
 
     @property
     def _work(self) -> Assignment:
-        return self._taken.assignment
+        work = self._taken.assignment
+        return replace(work, steps=MOST_AHEAD, train_budget=None) if self.is_ahead else work
 
     @property
     def base_version(self) -> int:
@@ -181,15 +233,89 @@ class Work:
     @property
     def model_path(self) -> Path:
         """The safetensors file of the base model: the tensors that the run declares."""
+        self._reads_file = True
         return Path(self._taken.model)
 
     def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
         if self._ranks.connected:
-            return broadcast_model(self._ranks, self.model_path, self._header)
+            return broadcast_model(self._ranks, self._load, self._header)
+        return self._load()
+
+    def _load(self) -> Tensors:
+        if self.is_ahead and self._ahead is not None:
+            return self._ahead.weights(self._header)
         from safetensors.torch import load_file
 
-        return load_file(str(self.model_path))
+        model: Tensors = load_file(self._taken.model)
+        return model if self._ahead is None else self._ahead.carry(model, self._roles)
+
+    # From part to part ----------------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[Work]:
+        """This work, once for each part to hand in: once, unless the job stays. Every rank goes through the same.
+
+        Each time its model, steps and rate are those of the newest work. Whatever else the script holds (data, an
+        optimizer, a compiled graph) lives on from one to the next. While the next model is not there, it may come in
+        between with the script's own weights as its model (`is_ahead`): what is submitted then is not handed in, but
+        what changed is carried over to the next model.
+        """
+        self._several = True
+        while True:
+            yield self
+            if not self.submitted:
+                raise ParticipateError(f"{self._missing()}: call submit() before the next part")
+            if not self._go_further():
+                self._leave()
+                return
+
+    def _go_further(self) -> bool:
+        """Whether there is a further part, which is begun then. Waits for its work."""
+        if self._job.stay is None or self.purpose == "evaluate" or not (self._steps_in_all() or self.is_ahead):
+            return False
+        self.part += not self.is_ahead
+        found = self._await_further()
+        if found == AHEAD:
+            self.is_ahead = True
+            self._count_anew()
+            return True
+        taken: AssignmentFile | None = None
+        if found == TAKE and self._ranks.first:
+            self._waited = self._job.clock.now() - self._handed_in_at
+            ahead_seconds = 0.0 if self._ahead is None else self._ahead.seconds
+            taken = self._finder.take(self.part, self._handed_in_at, self._steps_ahead, ahead_seconds)
+        elif found == TAKE:
+            taken = await_assignment(self._job, self.part)
+        if taken is not None:
+            self._begin(taken)
+        return taken is not None
+
+    def _await_further(self) -> int:
+        while True:
+            found = self._look() if self._ranks.first else WAIT
+            told = self._told_to_stop
+            if self._ranks.connected:  # again and again: no rank may wait for another for longer than torch allows
+                found, told_ranks = sum_over_ranks(found, int(told))
+                told = told_ranks > 0
+            if told or found != WAIT:
+                return LEAVE if told else found
+            if self._ranks.first:
+                time.sleep(self._finder.pause_seconds(self._handed_in_at))
+
+    def _look(self) -> int:
+        found = self._finder.look(self.part, self.base_version, self._handed_in_at)
+        if (
+            found == "wait" and self._ahead is not None and self._finder.wants_ahead()
+        ):  # if more is done than to turn to it and back
+            needs = self._turn_seconds + max(self._recent, default=0.0)
+            return AHEAD if self._waited is None or self._waited > needs else WAIT
+        return {"wait": WAIT, "take": TAKE, "leave": LEAVE}[found]
+
+    def _leave(self) -> None:
+        """Its own word that nothing more comes of it."""
+        if not self._has_left and self._ranks.first and self._job.order.stay is not None:
+            write_file(self._job.folder / "left.json", {"parts": self._job.parts()})
+        self._has_left = True
 
     # Until when -----------------------------------------------------------------------------------------
 
@@ -213,7 +339,7 @@ class Work:
         told = self._told_to_stop
         if self._ranks.connected:
             mine = decision if self._ranks.first else 0
-            decision, told_ranks, self._samples_of_all = self._ranks.total(mine, int(told), self._samples)
+            decision, told_ranks, self._samples_of_all = sum_over_ranks(mine, int(told), self._samples)
             told = told_ranks > 0
         if decision == STEPS:
             self._stopped_by = "steps"
@@ -225,10 +351,7 @@ class Work:
             self._open = time.perf_counter()
             if self._first is None:
                 self._first, self._began_at = self._open, self._job.clock.now()
-            if self._ranks.first and self._open >= self._next_sign:
-                self._next_sign = self._open + SIGN_SECONDS
-                with suppress(OSError):
-                    (self._job.folder / "alive").write_bytes(b".")  # its stamp counts
+                self._turn_seconds = self._first - self._begun
             return True
         self._end_training()
         return False
@@ -240,6 +363,10 @@ class Work:
     def _decide(self) -> int:
         if self.purpose == "evaluate" or self._steps_done >= self.assigned_steps:
             return STEPS
+        if self.is_ahead and self._ranks.first and time.perf_counter() >= self._next_look:
+            self._next_look = time.perf_counter() + self._finder.pause_seconds(self._handed_in_at)
+            if self._look() in (TAKE, LEAVE):
+                return STEPS
         left = self.seconds_left()
         return DEADLINE if left <= 0 or left < max(self._recent, default=0.0) else 0
 
@@ -283,7 +410,7 @@ class Work:
 
     def _end_training(self) -> None:
         self._end_step()
-        if self._last is not None and await_device():
+        if self._last is not None and _await_device():
             self._last = time.perf_counter()  # what was queued on it belongs to the steps
 
     # Handing in -----------------------------------------------------------------------------------------
@@ -295,18 +422,56 @@ class Work:
         ranks the first hands in, so what the others give is not looked at.
         """
         if self.submitted:
-            raise ParticipateError("submit: this job has handed in already; submit once, at the end")
+            again = "submit once for each part" if self._several else "submit once, at the end"
+            raise ParticipateError(f"submit: this job has handed in already; {again}")
         if self._open is not None:
             self._end_training()
-        if self._ranks.first:
-            self._hand_in(tensors, metrics)
+        if self._last is not None:
+            self._turn_seconds += time.perf_counter() - self._last
+        if self.is_ahead:
+            self._remember(tensors)
+        elif self.part > 0 and not self._steps_in_all() and self._stopped_by is not None:
+            say(f"no time was left for part {self.part} (stopped by {self._stopped_by}), so the job ends")
+        else:
+            self._ahead = self._hand_in(tensors, metrics) if self._ranks.first else Ahead(None)
         self.submitted = True
+        if not self._several:
+            self._leave()
 
-    def _hand_in(self, tensors: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None) -> None:
+    def _remember(self, tensors: Mapping[str, Any] | None) -> None:
+        if self._steps_done < 1:
+            return
+        chosen = choose(tensors or {}, self._shapes) if self._ranks.first else None
+        assert self._ahead is not None
+        self._ahead.went_on(chosen, self._steps_done, self._train_seconds, self._samples_in_all)
+
+    def _steps_in_all(self) -> int:
+        return self._steps_done + self._steps_ahead
+
+    @property
+    def _steps_ahead(self) -> int:
+        return 0 if self._ahead is None else self._ahead.steps
+
+    @property
+    def _train_seconds(self) -> float:
+        return 0.0 if self._first is None or self._last is None else self._last - self._first
+
+    @property
+    def _samples_in_all(self) -> int:
+        """Of all processes."""
+        return max(self._samples, self._samples_of_all)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, (_, shape) in self._header.items()}
+
+    def _hand_in(self, tensors: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None) -> Ahead | None:
+        """What it trains on from, if it does."""
         began = time.perf_counter()
-        size, digest = 0, ""
+        place = self._job.place(self.part)
+        size, digest, chosen = 0, "", None  # type: int, str, Tensors | None
         if self.purpose != "evaluate":
-            if self._steps_done < 1:
+            if self._steps_in_all() < 1:
                 if self._stopped_by == "deadline":  # the agent will have more wall time asked for
                     with suppress(ParticipateError):
                         write_file(self._job.folder / "out_of_time.json", {"stopped_by": "deadline"})
@@ -314,21 +479,22 @@ class Work:
                 raise ParticipateError(f"submit: no step was done ({why}), so nothing is handed in")
             if tensors is None:
                 raise ParticipateError("submit: give the trained tensors, as in work.submit(model.state_dict())")
-            chosen = choose(tensors, {name: shape for name, (_, shape) in self._header.items()})
+            chosen = choose(tensors, self._shapes)
             plain = numbers(metrics)
-            size, digest = write_update(self._job.folder / "update.safetensors", chosen)
+            size, digest = write_update(place / "update.safetensors", chosen)
         else:
             plain = numbers(metrics)
-        finished_at = self._job.clock.now()
+        finished_at, ahead = self._job.clock.now(), self._ahead
         try:
             result = Result(
                 trained=Trained(
                     base_version=self.base_version,
-                    steps_done=self._steps_done,
-                    train_seconds=0.0 if self._first is None or self._last is None else self._last - self._first,
-                    samples=max(self._samples, self._samples_of_all),
+                    steps_done=self._steps_in_all(),
+                    ahead=self._steps_ahead,
+                    train_seconds=self._train_seconds + (ahead.seconds if ahead is not None else 0.0),
+                    samples=self._samples_in_all + (ahead.samples if ahead is not None else 0),
                     nodes=self._job.nodes,
-                    device=device_in_use(),
+                    device=_device_in_use(),
                     metrics=plain,
                 ),
                 began_at=finished_at if self._began_at is None else self._began_at,
@@ -339,6 +505,34 @@ class Work:
             )
         except ValueError as error:
             raise ParticipateError(f"submit: {error}") from None
-        write_file(self._job.folder / "result.json", result)
+        write_file(place / "result.json", result)
+        failpoint("worker.handed_in")
+        self._handed_in_at = self._job.clock.now()
         with suppress(ParticipateError):  # the result is in; next time we reserve what we reserved now
             write_file(self._memory, _Memory(hand_in_seconds=time.perf_counter() - began))
+        self._wall_end = self._ends - self._reserve()
+        # After the first part nobody knows yet, where it is what standing work is made from.
+        may_be = self._finder.wants_ahead() or (self.part == 0 and not self._job.standing.exists())
+        goes_on = self._job.stay is not None and not self._reads_file and may_be
+        return Ahead(chosen) if goes_on and chosen is not None else None
+
+
+def _accelerator() -> Any:
+    """The part of torch that drives the accelerator this process has used; None: it has used none."""
+    torch = sys.modules.get("torch")
+    found = (getattr(torch, kind, None) for kind in ("cuda", "xpu"))
+    return next((part for part in found if part is not None and part.is_initialized()), None)
+
+
+def _await_device() -> bool:
+    """Returns when the accelerator has done all it was given; False: there is none."""
+    accelerator = _accelerator()
+    if accelerator is not None:
+        accelerator.synchronize()
+    return accelerator is not None
+
+
+def _device_in_use() -> str:
+    """The accelerator's name, or "cpu"."""
+    accelerator = _accelerator()
+    return "cpu" if accelerator is None else str(accelerator.get_device_name())

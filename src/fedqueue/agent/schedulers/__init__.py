@@ -7,21 +7,20 @@ from pathlib import Path
 from fedqueue.agent.schedulers.base import (
     JobRequest,
     JobStatus,
+    LocalSettings,
+    PbsSettings,
     Scheduler,
     SchedulerError,
+    SchedulerSettings,
     SchedulerUnreachableError,
+    SgeSettings,
+    SlurmSettings,
     SubmitRefusedError,
+    clamp_wall,
+    longest_wall,
 )
 from fedqueue.agent.schedulers.local import LocalScheduler
 from fedqueue.agent.schedulers.pbs import PbsScheduler
-from fedqueue.agent.schedulers.settings import (
-    LocalSettings,
-    PbsSettings,
-    SchedulerSettings,
-    SgeSettings,
-    SlurmSettings,
-    clamp_wall,
-)
 from fedqueue.agent.schedulers.sge import SgeScheduler
 from fedqueue.agent.schedulers.slurm import SlurmScheduler
 from fedqueue.plugins import plugins
@@ -43,6 +42,7 @@ __all__ = [
     "SlurmSettings",
     "SubmitRefusedError",
     "clamp_wall",
+    "longest_wall",
     "make_scheduler",
 ]
 

@@ -29,14 +29,22 @@ from fedqueue.agent.schedulers.base import (
     NAME,
     JobRequest,
     JobStatus,
+    LocalSettings,
+    Scheduler,
     SchedulerError,
     SchedulerUnreachableError,
     SubmitRefusedError,
+    clamp_wall,
 )
-from fedqueue.agent.schedulers.settings import LocalSettings, clamp_wall
+from fedqueue.errors import StorageError
+from fedqueue.files import is_locked, locked, write_json
+
+State = dict[str, Any]
+"""What record.json and state.json hold. No type of ours: localjob.py, which writes and reads them too, imports nothing
+of ours, so that it starts at once."""
 
 
-class LocalScheduler:
+class LocalScheduler(Scheduler):
     kind = "local"
 
     def __init__(self, settings: LocalSettings, home: Path) -> None:
@@ -56,9 +64,9 @@ class LocalScheduler:
                 if not _take(file) or (folder / "state.json").exists():
                     raise SubmitRefusedError(f"there is a job {request.name} already", transient=False)
                 record = self._record(request)
-                localjob.write_json(str(folder / "record.json"), record)
+                write_json(folder / "record.json", record)
                 if request.after is None and not record["extra_wait"]:  # its place is that of its submission
-                    with localjob.Mutex(str(self.spool)):
+                    with locked(self.spool / "mutex"):
                         localjob.queue(str(self.spool), record["number"], str(folder))
                 self._start(folder, file, request.output)
             finally:
@@ -83,15 +91,6 @@ class LocalScheduler:
             (self._folder(job_id) / "cancel").touch()  # first: it looks for it once it can hear signals
             self._signal(job_id, signal.SIGTERM)
 
-    def estimate(self, wall_seconds: float) -> None:
-        return None
-
-    def planned(self, job_id: str) -> None:
-        return None
-
-    def listing(self) -> None:
-        return None
-
     def requeue(self, job_id: str) -> None:
         """End a running job and put it into the queue again, as operators do and preemption does."""
         status = self.poll([job_id]).get(job_id)
@@ -104,11 +103,11 @@ class LocalScheduler:
     def _folder(self, job_id: str) -> Path:
         return self.spool / "jobs" / job_id
 
-    def _record(self, request: JobRequest) -> dict[str, Any]:
-        with localjob.Mutex(str(self.spool)):
+    def _record(self, request: JobRequest) -> State:
+        with locked(self.spool / "mutex"):
             counter = self.spool / "counter"
             number = int(counter.read_text()) if counter.exists() else 0
-            localjob.write_json(str(counter), number + 1)
+            write_json(counter, number + 1)
         waits = self.settings.extra_waits
         return {
             "number": number,
@@ -150,7 +149,7 @@ class LocalScheduler:
         folder = self._folder(job_id)
         if not NAME.fullmatch(job_id) or _read(folder / "record.json") is None:
             return None
-        alive = localjob.is_held(str(folder / "lock"))  # before the state: it writes its last, then lets go
+        alive = is_locked(folder / "lock")  # before the state: it writes its last, then lets go
         state = _read(folder / "state.json")
         if state is None:
             return JobStatus(phase="waiting", reason="starting") if alive else None
@@ -167,13 +166,13 @@ class LocalScheduler:
             exit_code=state.get("exit_code"),
         )
 
-    def _bury(self, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    def _bury(self, folder: Path, state: State) -> State:
         """The job's process was killed: what it ran is ended too, as a node that comes back is cleaned."""
         group = state.get("group")
         if group is not None and localjob.started_ticks(group) == state["group_started"]:
             localjob.send(group, signal.SIGKILL)
         state |= {"phase": "ended", "ended_at": time.time(), "outcome": "node_fail", "reason": "its process was killed"}
-        localjob.write_json(str(folder / "state.json"), state)
+        write_json(folder / "state.json", state)
         return state
 
     def _signal(self, job_id: str, signal_number: int) -> None:
@@ -197,6 +196,8 @@ class LocalScheduler:
     def _asked(self) -> Iterator[None]:
         try:
             yield
+        except StorageError as error:
+            raise SchedulerUnreachableError(str(error)) from None
         except OSError as error:
             raise SchedulerUnreachableError(f"{error.filename or self.spool}: {error.strerror or error}") from None
 
@@ -209,9 +210,9 @@ def _take(file: int) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> State | None:
     try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        state: State = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return state

@@ -29,7 +29,7 @@ class Requeued(Exception):
     pass
 
 
-class Job:
+class LocalJob:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         with open(os.path.join(folder, "record.json"), encoding="utf-8") as file:
@@ -274,7 +274,7 @@ def write_json(path: str, value: object) -> None:
 def main(argv: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     os.set_inheritable(int(argv[2]), False)  # ours alone: the script must not hold it
-    job = Job(argv[1])
+    job = LocalJob(argv[1])
     try:
         job.live()
     except Exception as error:  # the spool was removed, the disk is full: nobody else can say so

@@ -20,12 +20,13 @@ from fedqueue.agent.schedulers.base import (
     JobRequest,
     JobStatus,
     Outcome,
+    PbsSettings,
     Phase,
     SchedulerUnreachableError,
     SubmitRefusedError,
+    clamp_wall,
 )
 from fedqueue.agent.schedulers.command import Answer, environment, program, run, user
-from fedqueue.agent.schedulers.settings import PbsSettings, clamp_wall
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.lines import duration
 
@@ -116,7 +117,7 @@ class PbsScheduler:
     def planned(self, job_id: str) -> float | None:
         """If it was set up to plan."""
         answer = self._call("qstat", "-f", "-F", "json", job_id, TZ="UTC")
-        return read_estimates(answer.out, time.time()).get(job_id) if answer.code == 0 else None
+        return read_estimates(answer.out).get(job_id) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._call("qstat", "-f", "-F", "json", TZ="UTC")
@@ -212,21 +213,21 @@ def read_answer(text: str, job_id: str) -> Mapping[str, Any]:
     return next((job for name, job in read_jobs(text).items() if name.partition(".")[0] == number), {})
 
 
-def read_estimates(text: str, now: float) -> dict[str, float]:
-    """Seconds until start by job id, from `qstat -f -F json`. Only what is queued counts: the record of a job keeps its
-    last estimate after it ran.
+def read_estimates(text: str) -> dict[str, float]:
+    """The whole wait that is planned, in seconds, by job id, from `qstat -f -F json`. Only what is queued counts: the
+    record of a job keeps its last estimate after it ran.
 
-    >>> job = '{"job_state": "Q", "estimated": {"start_time": "Thu Jan  1 00:02:08 1970"}}'
-    >>> read_estimates('{"Jobs": {"36.pbs-host": ' + job + '}}', now=100.0)
+    >>> job = '{"job_state": "Q", "ctime": "100", "etime": "100", "estimated": {"start_time": "128"}}'
+    >>> read_estimates('{"Jobs": {"36.pbs-host": ' + job + '}}')
     {'36.pbs-host': 28.0}
     """
     found = {}
     for name, job in read_jobs(text).items():
         estimated = job.get("estimated") if job.get("job_state") == "Q" else None
         said = estimated.get("start_time") if isinstance(estimated, Mapping) else None
-        moment = epoch(said)  # in some versions it is the number of seconds
-        if moment is not None:
-            found[name] = max(0.0, moment - now)
+        moment, since = epoch(said), _first_eligible_at(job)  # in some versions it is the number of seconds
+        if moment is not None and since is not None:
+            found[name] = max(0.0, moment - since)
     return found
 
 

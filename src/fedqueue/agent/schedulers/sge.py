@@ -18,11 +18,13 @@ from fedqueue.agent.schedulers.base import (
     JobRequest,
     JobStatus,
     Outcome,
+    Scheduler,
     SchedulerUnreachableError,
+    SgeSettings,
     SubmitRefusedError,
+    clamp_wall,
 )
 from fedqueue.agent.schedulers.command import Answer, environment, program, run, user
-from fedqueue.agent.schedulers.settings import SgeSettings, clamp_wall
 
 UNREACHABLE = re.compile(
     r"commlib error|unable to (send message|contact|connect)|qmaster.*not reachable|can.?t (connect|resolve|get)"
@@ -50,7 +52,7 @@ class Listed:
     started_at: float | None
 
 
-class SgeScheduler:
+class SgeScheduler(Scheduler):
     kind = "sge"
 
     def __init__(self, settings: SgeSettings) -> None:
@@ -85,15 +87,6 @@ class SgeScheduler:
         answer = self._call("qdel", job_id)
         if answer.code != 0 and "does not exist" not in answer.out + answer.err:
             raise SchedulerUnreachableError(f"qdel: {answer.said}")
-
-    def estimate(self, wall_seconds: float) -> None:
-        return None
-
-    def planned(self, job_id: str) -> None:
-        return None
-
-    def listing(self) -> None:
-        return None
 
     # Inside ---------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ from fedqueue.agent.schedulers.base import (
     Outcome,
     Phase,
     SchedulerUnreachableError,
+    SlurmSettings,
     SubmitRefusedError,
+    clamp_wall,
     last_line,
 )
 from fedqueue.agent.schedulers.command import Answer, environment, program, run, user
-from fedqueue.agent.schedulers.settings import SlurmSettings, clamp_wall
 from fedqueue.forecasting.state import Listed
 from fedqueue.history.lines import duration
 
@@ -114,11 +115,14 @@ class SlurmScheduler:
     def estimate(self, wall_seconds: float) -> float | None:
         """sbatch tests it; some sites forbid that."""
         answer = self._ask("sbatch", "--test-only", *self._shape(wall_seconds), "--wrap=true")
-        return read_test_only(answer.err + answer.out, time.time()) if answer.code == 0 else None
+        if answer.code != 0:
+            return None
+        now = read_clock(self._ask("sdiag").out)  # a controller that keeps it to itself is believed to have our time
+        return read_test_only(answer.err + answer.out, time.time() if now is None else now)
 
     def planned(self, job_id: str) -> float | None:
-        answer = self._ask("squeue", "--start", "--noheader", f"--jobs={job_id}", "--format=%i|%S")
-        return read_squeue(answer.out, time.time()).get(job_id) if answer.code == 0 else None
+        answer = self._ask("scontrol", "--oneliner", "show", "job", job_id)
+        return read_plan(answer.out) if answer.code == 0 else None
 
     def listing(self) -> dict[str, Listed]:
         answer = self._ask("squeue", "--all", "--noheader", "--states=PENDING,RUNNING", f"--format={LISTING}")
@@ -240,20 +244,27 @@ def read_test_only(text: str, now: float) -> float | None:
     return None if moment is None else max(0.0, moment - now)
 
 
-def read_squeue(text: str, now: float) -> dict[str, float]:
-    """Seconds until start by job id, from `squeue --start`, or from `squeue --start --noheader --format='%i|%S'`. Jobs
-    without an estimate are left out.
+def read_clock(text: str) -> float | None:
+    """The controller's clock, epoch seconds, from what `sdiag` printed.
 
-    >>> read_squeue("3|1970-01-01T00:02:08\\n4|N/A\\n", now=100.0)
-    {'3': 28.0}
+    >>> read_clock("***\\nsdiag output at Wed Nov 18 22:05:00 2026 (1795039500)\\nData since ...")
+    1795039500.0
     """
-    found = {}
-    for line in text.splitlines():
-        words = line.split("|") if "|" in line else line.split()
-        moment = next((at for word in words if (at := epoch(word.strip())) is not None), None)
-        if moment is not None:
-            found[words[0].strip()] = max(0.0, moment - now)
-    return found
+    said = re.search(r"^sdiag output at .*\((\d+)\)", text, re.MULTILINE)
+    return float(said[1]) if said else None
+
+
+def read_plan(line: str) -> float | None:
+    """The whole wait that is planned, in seconds, from a line of `scontrol --oneliner show job`.
+
+    >>> times = "EligibleTime=1970-01-01T00:01:40 StartTime=1970-01-01T00:02:08"
+    >>> read_plan(f"JobId=7 JobState=PENDING Reason=Resources {times}")
+    28.0
+    """
+    start, eligible = epoch(field(line, "StartTime")), epoch(field(line, "EligibleTime"))
+    if start is None or eligible is None or PHASES.get(field(line, "JobState") or "") != "waiting":
+        return None
+    return max(0.0, start - eligible)
 
 
 def read_listing(text: str) -> dict[str, Listed]:

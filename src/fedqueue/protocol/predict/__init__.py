@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from fedqueue.protocol.predict.base import LEVELS, Forecast, Predictor
+from fedqueue.protocol.predict.base import LEVELS, Ewma, Forecast, Predictor
+from fedqueue.protocol.predict.by_wall import WaitByWall
 from fedqueue.protocol.predict.change_point import ChangePoint
 from fedqueue.protocol.predict.combined import Combined
 from fedqueue.protocol.predict.conformal import Conformal
-from fedqueue.protocol.predict.ewma import Ewma
 from fedqueue.protocol.predict.log_ewma import LogEwma
 from fedqueue.protocol.predict.log_kalman import LogKalman
 from fedqueue.protocol.predict.rolling_median import RollingMedian
@@ -69,6 +69,7 @@ __all__ = [
     "RollingMedian",
     "RollingQuantile",
     "Static",
+    "WaitByWall",
     "check_name",
     "make_predictor",
 ]

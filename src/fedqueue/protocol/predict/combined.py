@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from math import exp, sqrt
 
-from fedqueue.protocol.predict.base import LEVELS, Forecast, Predictor, between
+from fedqueue.protocol.predict.base import LEVELS, Ewma, Forecast, Predictor, between
 from fedqueue.protocol.predict.change_point import ChangePoint
 from fedqueue.protocol.predict.conformal import Levels
-from fedqueue.protocol.predict.ewma import Ewma
 from fedqueue.protocol.predict.log_ewma import LogEwma
 from fedqueue.protocol.predict.log_kalman import LogKalman
 from fedqueue.protocol.predict.logspace import ERRORS, from_log, to_log

@@ -22,7 +22,7 @@ class Conformal:
     """The mean is that of the predictor. No quantile is above the longest of the newest 300 delays, unless that was one
     of the last: in a queue that grows delays are ever longer, and a limit there would be passed again and again.
 
-    >>> from fedqueue.protocol.predict.ewma import Ewma
+    >>> from fedqueue.protocol.predict.base import Ewma
     >>> predictor = Conformal(Ewma(first=5.0, smoothing=0.5))
     >>> for n in range(400): predictor.observe(0.0, float(n % 10))
     >>> 7.0 <= predictor.forecast(0.0).quantile(0.9) <= 9.0

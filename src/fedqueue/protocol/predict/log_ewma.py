@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedqueue.protocol.predict.base import Forecast
-from fedqueue.protocol.predict.ewma import RESIDUALS
+from fedqueue.protocol.predict.base import RESIDUALS, Forecast
 from fedqueue.protocol.predict.logspace import LogErrors, to_log
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedqueue.protocol.admit import Update
-from fedqueue.protocol.checks import at_least, share
+from fedqueue.protocol.aggregation import Update, polynomial_discount
+from fedqueue.protocol.codec import at_least, share
 from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions, FixedSteps
 from fedqueue.protocol.strategies.roster import Facility
-from fedqueue.protocol.weigh import polynomial_discount
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,13 @@ w += sum over all k of p * (w_k - w)
 
 from __future__ import annotations
 
-from fedqueue.protocol.admit import Update
+from collections.abc import Sequence
+
+from fedqueue.protocol.aggregation import Update, normalised
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.strategies.base import Why
 from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions, FixedSteps
 from fedqueue.protocol.strategies.roster import Facility
-from fedqueue.protocol.weigh import normalised
 
 
 class FedAvg(FixedSteps):
@@ -40,13 +41,24 @@ class FedAvg(FixedSteps):
     def idle(self, facility: Facility, why: Why) -> None:
         if facility.name in self._awaited:
             self.dispatch(facility)
-        elif not self._awaited and not self._back and self.made == self.ready:
-            self._start_round()  # nobody was there when the round should have begun
+        else:
+            self._start_if_nobody_works()
 
     def lost(self, facility: Facility) -> None:
         if facility.name in self._awaited:
             self._awaited.remove(facility.name)
             self._close_if_complete()
+            self._start_if_nobody_works()
+
+    def withdrawn(self, facility: Facility, updates: Sequence[Update]) -> None:
+        self._back = [update for update in self._back if update not in updates]
+        if updates:
+            self._start_if_nobody_works()
+
+    def _start_if_nobody_works(self) -> None:
+        """Nobody was there when the round should have begun, or who was is lost: with those who are there."""
+        if not self._awaited and not self._back and self.made == self.ready:
+            self._start_round()
 
     def _start_round(self) -> None:
         for facility in self.free():
@@ -57,5 +69,9 @@ class FedAvg(FixedSteps):
         if self._awaited or not self._back:
             return
         weights = normalised([self.facilities[u.facility].profile.data_weight for u in self._back])
-        self.aggregate(zip(self._back, weights, strict=True))
+        self.combine(list(zip(self._back, weights, strict=True)))
         self._back = []
+
+    def combine(self, weighed: Sequence[tuple[Update, float]]) -> None:
+        """Ask for the next model from what is back; its variations differ here."""
+        self.aggregate(weighed)

@@ -5,14 +5,14 @@ after every K arrivals:  w += (alpha / K) * sum s(tau) * Delta,   s(tau) = (1 + 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedqueue.protocol.admit import Buffer, Update
-from fedqueue.protocol.checks import at_least, more_than
+from fedqueue.protocol.aggregation import Buffer, Update, polynomial_discount
+from fedqueue.protocol.codec import at_least, more_than
 from fedqueue.protocol.plan import Plan
 from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions, FixedSteps
 from fedqueue.protocol.strategies.roster import Facility
-from fedqueue.protocol.weigh import polynomial_discount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,9 @@ class FedBuff(FixedSteps):
     def __init__(self, plan: Plan, options: FedBuffOptions) -> None:
         super().__init__(plan, options)
         self._buffer = Buffer()
+
+    def withdrawn(self, facility: Facility, updates: Sequence[Update]) -> None:
+        self._buffer.drop(updates)
 
     def arrived(self, facility: Facility, update: Update) -> None:
         self._buffer.add(update)

@@ -10,21 +10,21 @@ who comes later waits in the general buffer for the next group that closes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import floor
 
-from fedqueue.protocol.admit import Buffer, Update
-from fedqueue.protocol.checks import at_least, more_than, share
+from fedqueue.protocol.aggregation import Buffer, Update, polynomial_discount
+from fedqueue.protocol.codec import at_least, more_than, share
 from fedqueue.protocol.contract import Assignment
 from fedqueue.protocol.plan import Plan
-from fedqueue.protocol.state import JobState
 from fedqueue.protocol.strategies.base import Strategy, Why
 from fedqueue.protocol.strategies.roster import Facility
-from fedqueue.protocol.weigh import polynomial_discount
+from fedqueue.protocol.strategies.staying import StayOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedCompassOptions:
+class FedCompassOptions(StayOptions):
     min_steps: int = 20
     max_steps: int = 200
     alpha: float = 0.5
@@ -33,6 +33,7 @@ class FedCompassOptions:
     latest_time_factor: float = 1.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(self, 1, "min_steps", "latest_time_factor")
         at_least(self, self.min_steps, "max_steps")
         more_than(self, 0, "alpha")
@@ -66,9 +67,9 @@ class FedCompass(Strategy):
         self._general = Buffer()
 
     def idle(self, facility: Facility, why: Why) -> None:
-        # In a group it waits for the others; otherwise it is sent off again with the newest model.
-        if why != "arrival":
-            self._leave_group(facility)
+        # In a group it waits for the others; otherwise it is sent off again with the newest model. If its group waits
+        # for it, its job failed, or stayed and ended before it took this work.
+        self._leave_group(facility)
         if facility.name not in self._group_of and self.made == self.ready:
             self._send(facility)
 
@@ -82,7 +83,8 @@ class FedCompass(Strategy):
         known = self._speed.get(facility.name, seen)
         self._speed[facility.name] = (1 - newest) * known + newest * seen
         group = self._group_of.get(facility.name)
-        if group is None:  # its group closed without it, or it was its first job
+        if group is None or facility.name not in group.awaited:
+            # Its group closed without it, it was its first job, or two of its jobs met that stay.
             self._general.add(update)
         else:
             group.awaited.remove(facility.name)
@@ -97,8 +99,15 @@ class FedCompass(Strategy):
     def lost(self, facility: Facility) -> None:
         self._leave_group(facility)
 
-    def missed(self, job: JobState) -> bool:
-        return job.order.facility not in self._group_of
+    def withdrawn(self, facility: Facility, updates: Sequence[Update]) -> None:
+        self._general.drop(updates)
+        group = self._group_of.get(facility.name)
+        if group is not None and facility.name not in group.awaited:
+            group.back = [update for update in group.back if update not in updates]
+            del self._group_of[facility.name]
+
+    def missed(self, facility: Facility, cutoff: float) -> bool:
+        return facility.name not in self._group_of
 
     def _send(self, facility: Facility) -> None:
         steps, cutoff = self.options.min_steps, None  # the first job measures its speed
@@ -156,6 +165,7 @@ class FedCompass(Strategy):
         late, _ = self._general.take(self.made)
         updates = [*late, *group.back]
         if updates:
-            scale = self.options.alpha / len(self.facilities)
             worth = [polynomial_discount(u.staleness(self.made), self.options.exponent) for u in updates]
+            scale = self.options.alpha / len(self.facilities)
+            scale /= max(1.0, scale * sum(worth))  # late ones may pile up; all together they count as one model
             self.aggregate((u, scale * s) for u, s in zip(updates, worth, strict=True))

@@ -16,19 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedqueue.protocol.admit import Update
-from fedqueue.protocol.budget import RULES, Rule, reserve, scaled_rate, steps_within, train_budget
-from fedqueue.protocol.checks import at_least, one_of, share
+from fedqueue.protocol.aggregation import Update
+from fedqueue.protocol.budget import scaled_rate, steps_within, train_budget
+from fedqueue.protocol.codec import at_least, one_of, share
 from fedqueue.protocol.contract import Assignment, Scaling
 from fedqueue.protocol.predict import Forecast
-from fedqueue.protocol.strategies.base import Why
+from fedqueue.protocol.predict.base import RESERVE_RULES, ReserveRule, reserve
+from fedqueue.protocol.strategies.base import NO_WAIT, Why
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.rounds import RoundOptions, RoundStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedQueueOptions(RoundOptions):
-    rule: Rule = "paper"  # how much of a round is set aside for the wait
+    rule: ReserveRule = "paper"  # how much of a round is set aside for the wait
     margin: float = 2.0  # delta, seconds; of the rule "paper"
     late_rate: float = 0.05  # of the rule "late-rate"
     lr_scaling: Scaling = "inverse"
@@ -39,7 +40,7 @@ class FedQueueOptions(RoundOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "margin", "min_train_budget")
-        one_of(self, "rule", RULES)
+        one_of(self, "rule", RESERVE_RULES)
         share(self, "late_rate")
         one_of(self, "close", ("timer", "early"))
 
@@ -56,17 +57,17 @@ class FedQueue(RoundStrategy):
     def idle(self, facility: Facility, why: Why) -> None:
         # After an arrival it waits for the next round. After a failure it gets a fresh budget now, if one is left.
         if why in ("failure", "rejoin"):
-            budget = self._budget(self.forecast(facility), facility.overhead, self.next_cutoff)
+            budget = self._budget(self.next_wait(facility), facility.overhead, self.next_cutoff)
             if budget > self.options.min_train_budget:
                 self._dispatch([facility])
 
     def arrived(self, facility: Facility, update: Update) -> None:
         super().arrived(facility, update)
-        if self.options.close == "early" and not any(f.jobs for f in self.facilities.values()):
+        if self.options.close == "early" and all(self.available(f) for f in self.facilities.values()):
             self.close_early()
 
     def _dispatch(self, facilities: Sequence[Facility]) -> None:
-        forecasts = {f.name: self.forecast(f) for f in facilities}
+        forecasts = {f.name: self.next_wait(f) for f in facilities}
         cutoffs = {f.name: self._aim(forecasts[f.name], f.overhead) for f in facilities}
         budgets = {f.name: self._budget(forecasts[f.name], f.overhead, cutoffs[f.name]) for f in facilities}  # J
         steps = {f.name: self._steps(f, budgets[f.name]) for f in facilities}  # E
@@ -100,9 +101,11 @@ class FedQueue(RoundStrategy):
     def _budget(self, forecast: Forecast, overhead: float, cutoff: float) -> float:
         """Start-up and hand-in (`overhead`) take their time too; the paper's setting has none."""
         until, chosen = cutoff - self.now, self.options
-        reserved = reserve(
-            chosen.rule, forecast, until - overhead, margin=chosen.margin, late_rate=chosen.late_rate
-        )  # U
+        reserved = 0.0  # U: nothing is set aside where a job is there already
+        if forecast is not NO_WAIT:
+            reserved = reserve(
+                chosen.rule, forecast, until - overhead, margin=chosen.margin, late_rate=chosen.late_rate
+            )
         return train_budget(until, reserved, overhead, chosen.min_train_budget)
 
     def _steps(self, facility: Facility, budget: float) -> int:

@@ -1,0 +1,31 @@
+"""A newcomer who follows a real round opens few files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.walk import walk
+
+pytestmark = pytest.mark.waits(60)
+
+MOST = 41
+"""Of the package. What guards connections is one file more than the forty that were aimed at."""
+ON_THE_WAY = (
+    "agent/agent.py",
+    "agent/schedulers/local.py",
+    "coordinator/coordinator.py",
+    "protocol/strategies/fedqueue.py",
+    "tensorfile.py",
+    "training/tasks.py",
+    "worker/participate.py",
+)
+
+
+def test_a_real_round_enters_few_files(tmp_path: Path) -> None:
+    found = walk(tmp_path)
+    assert set(found) == {"coordinator", "scorer", "agent", "job"}
+    files = set().union(*found.values())
+    assert files.issuperset(ON_THE_WAY), "the walk goes all the way round"
+    assert len(files) <= MOST, sorted(files)
