@@ -1,4 +1,4 @@
-"""How a job finds its work: assigned beforehand, taken from the standing work, or brought while it stays.
+"""How a job finds its work when none came with its order: it takes standing work, or waits for what is brought.
 
 Only the first process of a job looks; what it took lies in a file for the others. Nothing here uses a network: the
 agent lays files on the shared file system, and the job looks at them. Part of the worker: Python 3.9 and the standard
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import inf
-from pathlib import Path
 
 from fedqueue.files import failpoint
 from fedqueue.protocol.budget import Further, binding, further_work, idle_limit, linger_until
@@ -61,17 +60,15 @@ class WorkFinder:
         self._standing: StandingFile | None = None  # as it was when we looked last
 
     def first(self, part: int) -> AssignmentFile | None:
-        """The work that a job begins with; None: it stays, and none came."""
+        """The work that a job without an assignment begins with; None: it stays, and none came."""
         job = self._job
         if part > 0 and job.stay is None:
             raise ParticipateError(f"{job.order.job_id} has handed in already; a script takes part once")
         shared = job.place(part) / "assignment.json"
         if shared.exists():  # a launcher restarted the processes: the same job, so the same work
             return await_assignment(job, part)
-        if part == 0 and job.assigned is not None:
-            return self._share(0, job.assigned)
         if part == 0 and (job.order.stay is None or job.standing.exists()):
-            return self._share(0, self._bind_first())
+            return job.share(0, self._bind_first(), self._hurried)
         write_file(job.folder / "waiting.json", {})  # its agent says that it has started
         say("waiting for work")
         since, base = job.clock.now(), None
@@ -98,19 +95,20 @@ class WorkFinder:
 
     def take(self, part: int, idle_since: float, ahead: int = 0, ahead_seconds: float = 0.0) -> AssignmentFile:
         """What `look` found; meanwhile it trained so many steps ahead."""
-        place = made_folder(self._job.place(part))
-        waited = max(0.0, self._job.clock.now() - idle_since)
+        job = self._job
+        place = made_folder(job.place(part))
+        waited = max(0.0, job.clock.now() - idle_since)
         failpoint("worker.found")
         if (place / "further.json").exists():
             taken = read_file(AssignmentFile, place / "further.json", time.monotonic() + FILE_PATIENCE)
             bound = None
         else:
             assert self._standing is not None
-            bound, taken = self._bind(self._standing, self._job.clock.now(), stayed=True)
+            bound, taken = self._bind(self._standing, job.clock.now(), stayed=True)
         note = TakenFile(waited=waited, ahead=ahead, ahead_seconds=ahead_seconds, bound=bound)
         write_file(place / "taken.json", note)
         failpoint("worker.taken")
-        return self._share(part, taken)
+        return job.share(part, taken, self._hurried)
 
     def pause_seconds(self, idle_since: float) -> float:
         """Between two looks."""
@@ -121,22 +119,6 @@ class WorkFinder:
         """Whether a job shall train on from its own weights while there is no work."""
         standing = self._read_standing()
         return standing is not None and standing.standing.ahead
-
-    def _share(self, part: int, taken: AssignmentFile) -> AssignmentFile:
-        self._await_model(Path(taken.model))
-        write_file(self._job.place(part) / "assignment.json", taken)
-        return taken
-
-    def _await_model(self, path: Path) -> None:
-        """A model may still be on its way to the site: it travels while the job is in the queue."""
-        told = False
-        while not path.is_file():
-            if self._job.wall_left < 0 or self._hurried():
-                raise ParticipateError(f"{path}: the model did not come in time; look at the agent's log")
-            if not told:
-                say(f"waiting for the model {path.name}")
-                told = True
-            time.sleep(POLL_SECONDS)
 
     def _read_standing(self) -> StandingFile | None:
         """What lies there now; read again only when it has changed."""

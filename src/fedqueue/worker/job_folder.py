@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -146,6 +146,22 @@ class ThisJob(NamedTuple):
     def place(self, part: int) -> Path:
         """Where this part is handed in."""
         return self.folder if part == 0 else self.folder / f"part-{part}"
+
+    def share(self, part: int, taken: AssignmentFile, hurried: Callable[[], bool]) -> AssignmentFile:
+        """Lay down what this part works on, for the job's other processes; `hurried`: it cannot wait any more.
+
+        A model may still be on its way to the site: it travels while the job is in the queue.
+        """
+        model, told = Path(taken.model), False
+        while not model.is_file():
+            if self.wall_left < 0 or hurried():
+                raise ParticipateError(f"{model}: the model did not come in time; look at the agent's log")
+            if not told:
+                say(f"waiting for the model {model.name}")
+                told = True
+            time.sleep(POLL_SECONDS)
+        write_file(self.place(part) / "assignment.json", taken)
+        return taken
 
     def parts(self) -> int:
         """That were handed in."""

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,7 +147,6 @@ class Work:
         self._ends = time.perf_counter() + job.wall_left
         self._wall_end = self._ends - self._reserve()
         self._told_to_stop = False
-        self._finder = WorkFinder(job, self._is_hurried, lambda: self._wall_end - time.perf_counter())
         self._several = False  # the script goes from part to part
         self._has_left = False
         self._handed_in_at = 0.0  # by the job's clock, the part before
@@ -163,16 +163,20 @@ class Work:
     def _take(self) -> bool:
         """The work that it begins with; False: there is none."""
         check_libraries()
+        taken = self._job.assigned if self.part == 0 else None
         if self._ranks.first:
-            taken = self._finder.first(self.part)
-        else:
-            assigned = self._job.assigned if self.part == 0 else None
-            taken = assigned or await_assignment(self._job, self.part)
+            taken = self._job.share(0, taken, self._is_hurried) if taken else self._finder.first(self.part)
+        elif taken is None:
+            taken = await_assignment(self._job, self.part)
         if taken is None:
             self._leave()
             return False
         self._begin(taken)
         return True
+
+    @cached_property
+    def _finder(self) -> WorkFinder:
+        return WorkFinder(self._job, self._is_hurried, lambda: self._wall_end - time.perf_counter())
 
     def _begin(self, taken: AssignmentFile) -> None:
         self._taken = taken
@@ -511,10 +515,11 @@ class Work:
         with suppress(ParticipateError):  # the result is in; next time we reserve what we reserved now
             write_file(self._memory, _Memory(hand_in_seconds=time.perf_counter() - began))
         self._wall_end = self._ends - self._reserve()
+        if self._job.stay is None or self._reads_file or chosen is None:
+            return None
         # After the first part nobody knows yet, where it is what standing work is made from.
         may_be = self._finder.wants_ahead() or (self.part == 0 and not self._job.standing.exists())
-        goes_on = self._job.stay is not None and not self._reads_file and may_be
-        return Ahead(chosen) if goes_on and chosen is not None else None
+        return Ahead(chosen) if may_be else None
 
 
 def _accelerator() -> Any:
