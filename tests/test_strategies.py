@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -49,7 +50,7 @@ from fedqueue.protocol.strategies.rounds import LEAST_TRUST
 from fedqueue.sim.learning import Learning
 from fedqueue.sim.simulation import JOBS, Simulation, make_plan, make_strategy
 from fedqueue.sim.site import SimJob, Site
-from tests.conftest import STRATEGY_NAMES, Trace
+from tests.conftest import STRATEGY_NAMES, Trace, config_of, trace_of
 
 SHARE = st.floats(0, 0.5)
 ABSENT = st.just(0.7) | st.floats(0, 0.95)
@@ -466,6 +467,16 @@ def test_disordered_repeated_and_lost_events_never_break_the_books(
                 made = command.to_version
                 aggregated.update(s.key for s in command.weights if not s.again)
     assert all(n == 1 for n in aggregated.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_events_of_the_same_instant_break_no_strategy(strategy: str) -> None:
+    """A clock may be coarse, or stand still for a while."""
+    config = config_of(strategy)
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    for event, _ in trace_of(config):
+        fresh.handle(replace(event, at=0.0))
 
 
 def test_jobs_see_the_same_delays_under_every_strategy() -> None:

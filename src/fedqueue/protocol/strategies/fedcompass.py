@@ -22,6 +22,9 @@ from fedqueue.protocol.strategies.base import Strategy, Why
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.staying import StayOptions
 
+QUICKEST = 1e-6
+"""Seconds a step: by a coarse clock, work may come back in the instant in which it was sent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FedCompassOptions(StayOptions):
@@ -78,7 +81,7 @@ class FedCompass(Strategy):
             self.idle(facility, "arrival")
 
     def arrived(self, facility: Facility, update: Update) -> None:
-        seen = (self.now - self._sent_at[facility.name]) / max(1, update.receipt.steps_done)
+        seen = max(QUICKEST, (self.now - self._sent_at[facility.name]) / max(1, update.receipt.steps_done))
         newest = self.options.speed_momentum
         known = self._speed.get(facility.name, seen)
         self._speed[facility.name] = (1 - newest) * known + newest * seen
