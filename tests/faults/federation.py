@@ -8,12 +8,16 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from fedqueue.agent.site import OFFER
+from fedqueue.coordinator.run_folder import RUNS, SETTINGS, ensure_ledger, store_config, stored_config
 from fedqueue.ledger import FILE, LedgerReader
-from tests.faults.harness import SOURCE, WORKER, Process, first_model, free_port, started, toml
+from fedqueue.runs import SUMMARY
+from tests.faults.harness import SOURCE, WORKER, Process, Run, first_model, free_port, started, toml
 from tests.faults.ledger_checks import GRACE_SECONDS, Home, Story, check_run
 from tests.waiting import LONGEST, wait_for
 
@@ -21,6 +25,52 @@ SITES = ("north", "south")
 SERVER = "server"
 COMMAND = "exec " + shlex.join([sys.executable, "-I", "-S", str(WORKER), "{}"])
 """That a site offers, as `default`."""
+
+
+class TwoRuns(Run):
+    """Two runs at once in a federation whose server and agents are started again when they die."""
+
+    NAMES = ("first", "second")
+    in_federation = True
+
+    def __init__(self, base: Path, trees: Sequence[Mapping[str, Any]], **changes: Any) -> None:
+        """`trees`: a config for each, with the same facilities and port."""
+        self._trees = [dict(tree) for tree in trees]
+        super().__init__(base, self._trees[0], **changes)
+
+    def lay_out(self) -> None:
+        self.folder.chmod(0o700)
+        (self.folder / SETTINGS).write_text(toml({"server": {"port": self.port}}))
+        for name, tree in zip(self.NAMES, self._trees, strict=True):
+            folder = self.run_folder(name)
+            folder.mkdir(mode=0o700, parents=True)
+            server = {key: value for key, value in tree["server"].items() if key != "port"}
+            store_config(folder, {**tree, "run": {**tree["run"], "name": name}, "server": server}, self.base)
+            ensure_ledger(stored_config(folder), folder)
+
+    def run_folder(self, name: str) -> Path:
+        return self.folder / RUNS / name
+
+    def run_id(self, name: str) -> str:
+        with LedgerReader(self.run_folder(name) / FILE) as ledger:
+            return str(ledger.meta["run"])
+
+    def is_over(self) -> bool:
+        """Both runs, and no site has anything left to do for them."""
+        if not all((self.run_folder(name) / SUMMARY).exists() for name in self.NAMES):
+            return False
+        homes = [self.home(facility["name"]) for facility in self.tree["facility"]]
+        return not any(list(home.glob(f"{RUNS}/*/{OFFER}")) or self.jobs_running(home.name) for home in homes)
+
+    def end(self) -> None:
+        """Neither a server nor an agent of a federation ends by itself."""
+        for actor in self.actors.values():
+            actor.done = True
+            if actor.process is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(actor.process.pid, signal.SIGTERM)
+        self.run_until(lambda: all(actor.process is None for actor in self.actors.values()), "all have ended")
+        wait_for(lambda: not self.left_behind(), "no process is left", lambda: str(self.left_behind()))
 
 
 class Served:

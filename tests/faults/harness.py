@@ -179,6 +179,8 @@ def tree_of(
 class Run:
     """One run in `base`; at the end `close` leaves no process behind."""
 
+    in_federation = False  # what its sites enrol with is a federation
+
     def __init__(
         self,
         base: Path,
@@ -202,7 +204,7 @@ class Run:
         self.wishes = dict(wishes or {})
         self.folder.mkdir(parents=True, exist_ok=True)  # a test may have put a small disk there
         first_model(base / "first.safetensors")
-        store_config(self.folder, self.tree, base)
+        self.lay_out()
         access = Access(self.folder)
         self.actors = {
             COORDINATOR: Actor(COORDINATOR, ["serve", str(self.folder), "--plain-http"], base / "coordinator.log")
@@ -211,11 +213,16 @@ class Run:
             name = facility["name"]
             address = url(name) if url is not None else f"http://127.0.0.1:{self.port}"
             credential = access.give(name)
-            Enrolment(url=address, facility=name, credential=credential).save(self.home(name))
+            enrolment = Enrolment(url=address, facility=name, credential=credential, federation=self.in_federation)
+            enrolment.save(self.home(name))
             self.write_agent(name, dict(agent or {}), dict(scheduler or {}))
             log = base / f"{name}.log"
             self.actors[name] = Actor(name, ["agent", str(self.toml(name))], log)
         (self.folder / OPERATOR_FILE).unlink()  # so that the coordinator itself has a secret to write
+
+    def lay_out(self) -> None:
+        """What the coordinator begins with."""
+        store_config(self.folder, self.tree, self.base)
 
     def home(self, facility: str) -> Path:
         return self.base / facility

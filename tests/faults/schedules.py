@@ -11,17 +11,20 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fedqueue.coordinator.run_folder import RUNS
 from fedqueue.files import AGENT, COORDINATOR, POINTS, WORKER
 from fedqueue.protocol.messages import FacilityLeft, JobFailed, ModelScored, StopRun, SubmitRefused
 from tests.conftest import ONE_A_ROUND
 from tests.faults import harness
+from tests.faults.federation import TwoRuns
 from tests.faults.harness import FACILITIES, Run, forked, free_port, tree_of
-from tests.faults.ledger_checks import Story, check_run
+from tests.faults.ledger_checks import Home, Story, check_run
 from tests.faults.worker import step_of
 
 PLAIN: Final[dict[str, Any]] = {**ONE_A_ROUND, "min_steps": 3}
@@ -77,13 +80,15 @@ class Schedule:
     waits: tuple[float, ...] = ()
     keep_all: bool = False
     short_journal: bool = False
+    beside: tuple[str, dict[str, Any]] | None = None  # strategy and options of a second run, both in one federation
 
     @property
     def stays(self) -> bool:
         return _stays(self.options)
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.strategy} {self.options}, kills: {'; '.join(map(str, self.kills))}"
+        runs = f"{self.strategy} {self.options}" + (f" beside {self.beside}" if self.beside else "")
+        return f"seed {self.seed}: {runs}, kills: {'; '.join(map(str, self.kills))}"
 
 
 def schedule_of(seed: int) -> Schedule:
@@ -97,19 +102,22 @@ def schedule_of(seed: int) -> Schedule:
     kills = [_at(rng, point)] if point else [_any(rng)]
     kills += [_any(rng) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
     points = {kill.point for kill in kills}
+    rounds = rng.choice((6, 9)) if _stays(options) else rng.choice((3, 3, 4))
+    real_worker = seed % 50 == 13 or (kills[0].point in WORKER and rng.random() < 0.3)
     return Schedule(
         seed=seed,
         strategy=strategy,
         options=options,
-        rounds=rng.choice((6, 9)) if _stays(options) else rng.choice((3, 3, 4)),
+        rounds=rounds,
         kills=tuple(kills),
-        real_worker=seed % 50 == 13 or (kills[0].point in WORKER and rng.random() < 0.3),
+        real_worker=real_worker,
         same_updates=rng.random() < 0.2,
         evaluates="agent.scoring" in points or rng.random() < 0.1,
         odd={"1": rng.choice(("nan", "shape"))} if "update.refused" in points else {},
         waits=rng.choice(((), (0.0, 0.2), (0.1, 0.0, 0.3))),
         keep_all=rng.random() < 0.5,
         short_journal=rng.random() < 0.3,
+        beside=meet[(place + 1) % len(meet)] if seed % 5 == 2 and not real_worker else None,
     )
 
 
@@ -164,7 +172,7 @@ def perform(schedule: Schedule, base: Path) -> Outcome:
     try:
         with run:
             _go(run, schedule)
-            parts = sum(1 for _, _, part in _check(run, schedule).receipts if part)
+            parts = sum(1 for story in _check(run, schedule) for _, _, part in story.receipts if part)
     except Exception as problem:
         text = str(problem) if isinstance(problem, AssertionError) else traceback.format_exc()
         error = f"{schedule}\n{text}\n{run.tails()}\nfiles: {base}"
@@ -182,30 +190,39 @@ def perform(schedule: Schedule, base: Path) -> Outcome:
 def _lay_out(schedule: Schedule, base: Path) -> Run:
     rng = random.Random(~schedule.seed)
     evaluation = {"where": "north" if schedule.evaluates else "nowhere", "timeout_seconds": 10.0}
-    tree = tree_of(
-        schedule.strategy,
-        rounds=schedule.rounds,
-        options=schedule.options,
-        port=free_port(),
-        evaluation=evaluation,
-        model={"keep": "all" if schedule.keep_all else "needed"},
-        facility=[{"name": name, "steps_per_second": 50.0} for name in FACILITIES],
-    )
+    runs = [(schedule.strategy, schedule.options), *([schedule.beside] if schedule.beside else [])]
+    port = free_port()
+    trees = [
+        tree_of(
+            strategy,
+            rounds=schedule.rounds,
+            options=options,
+            port=port,
+            evaluation=evaluation,
+            model={"keep": "all" if schedule.keep_all else "needed"},
+            facility=[{"name": name, "steps_per_second": 50.0} for name in FACILITIES],
+        )
+        for strategy, options in runs
+    ]
     agent: dict[str, Any] = {"before": _arming(schedule, base)}
     if schedule.evaluates:
         agent["evaluate_command"] = shlex.join([sys.executable, "-I", "-S", str(harness.WORKER)])
     if schedule.real_worker:
         agent["command"] = f"{sys.executable} -m fedqueue.training.job {base}/run/task.json"
         agent["environment"] = {"PYTHONPATH": str(harness.SOURCE)}
-    run = Run(
-        base,
-        tree,
-        spawn=forked_briefly if schedule.short_journal else forked,
-        wishes={"train_seconds": 0.1, "same": schedule.same_updates, "odd": schedule.odd},
-        agent=agent,
-        scheduler={"extra_waits": list(schedule.waits), **({"min_wall_seconds": 20.0} if schedule.stays else {})},
-        delay=lambda: rng.uniform(0.0, 0.4),
-    )
+    scheduler: dict[str, Any] = {"extra_waits": list(schedule.waits)}
+    if schedule.stays:
+        scheduler["min_wall_seconds"] = 20.0
+    if schedule.beside:
+        scheduler["slots"] = 2
+    settings: dict[str, Any] = {
+        "spawn": forked_briefly if schedule.short_journal else forked,
+        "wishes": {"train_seconds": 0.1, "same": schedule.same_updates, "odd": schedule.odd},
+        "agent": agent,
+        "scheduler": scheduler,
+        "delay": lambda: rng.uniform(0.0, 0.4),
+    }
+    run = TwoRuns(base, trees, **settings) if schedule.beside else Run(base, trees[0], **settings)
     for kill in schedule.kills:
         if kill.process in run.actors and kill.point:
             run.actors[kill.process].points.append(f"{kill.point}:{kill.hit}")
@@ -235,6 +252,8 @@ def _go(run: Run, schedule: Schedule) -> None:
     def over() -> bool:
         while timed and time.monotonic() - began >= timed[0].after and _strike(run, timed[0].process):
             timed.pop(0)
+        if isinstance(run, TwoRuns):
+            return run.is_over()
         coordinator = run.actors[harness.COORDINATOR]
         if coordinator.done and any(_is_alone(run, name) for name in FACILITIES):
             coordinator.done = False
@@ -242,9 +261,14 @@ def _go(run: Run, schedule: Schedule) -> None:
         return all(actor.done for actor in run.actors.values())
 
     run.run_until(over, "the end of the run")
-    run.run_to_end()
+    expected = {0, -signal.SIGKILL}
+    if isinstance(run, TwoRuns):
+        run.end()
+        expected.add(130)
+    else:
+        run.run_to_end()
     for actor in run.actors.values():
-        odd = [code for code in actor.codes if code not in (0, -signal.SIGKILL)]
+        odd = [code for code in actor.codes if code not in expected]
         assert not odd, f"{actor.name} ended with {odd}"
 
 
@@ -276,11 +300,22 @@ def _was_killed(run: Run, facility: str) -> bool:
     return any(json.loads(text).get("exit_code") == 128 + signal.SIGKILL for text in codes)
 
 
-def _check(run: Run, schedule: Schedule) -> Story:
+def _check(run: Run, schedule: Schedule) -> list[Story]:
+    if not isinstance(run, TwoRuns):
+        return [_check_run(run, schedule, run.folder, [Home.of(run.home(name)) for name in FACILITIES])]
+    stories = []
+    for name in run.NAMES:
+        begun = [site for site in map(run.home, FACILITIES) if (site / RUNS / run.run_id(name)).exists()]
+        homes = [Home.below(site, run.run_id(name)) for site in begun]
+        stories.append(_check_run(run, schedule, run.run_folder(name), homes))
+    return stories
+
+
+def _check_run(run: Run, schedule: Schedule, folder: Path, homes: Sequence[Home]) -> Story:
     def step(job: str, attempt: int, part: int, place: int) -> float:
         return 0.01 if schedule.real_worker else step_of(job, attempt, part, place, schedule.same_updates)
 
-    story = check_run(run.folder, [run.home(name) for name in FACILITIES], rounds=schedule.rounds, step=step)
+    story = check_run(folder, homes, rounds=schedule.rounds, step=step)
     # A crash of ours costs no job: only those fail that were killed themselves. (Once the run is over, the models that
     # late updates were made from may be gone.)
     killed = len([kill for kill in schedule.kills if kill.process.startswith(("job/", "shepherd/"))])
