@@ -53,6 +53,12 @@ def test_in_half_of_them_jobs_stay_and_hand_in_part_after_part(crashes: dict[str
     assert sum(n >= 2 for n in parts) >= 0.9 * len(parts)
 
 
+def test_in_some_of_them_a_federation_has_two_runs_at_once(crashes: dict[str, Any]) -> None:
+    two = [outcome for outcome in crashes["outcomes"] if schedule_of(outcome["seed"]).beside]
+    assert len(two) >= SCHEDULES / 8
+    assert sum(outcome["kills"] for outcome in two) >= len(two)
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_failpoint_killed_a_process(crashes: dict[str, Any], point: str) -> None:
     assert any(point in outcome["hit"] for outcome in crashes["outcomes"])
