@@ -116,19 +116,6 @@ def _gather(x: Tensor, side: int) -> Tensor:
     return windows.permute(0, 1, 2, 3, 5, 6, 4).reshape(x.shape[0], -1, side * side * x.shape[-1])
 
 
-def _put_back(windows: Tensor) -> Tensor:
-    """The opposite of `_gather`: each pixel has the sum of its values in all windows that it is in."""
-    height, width, side = *windows.shape[2:4], windows.shape[4]
-    around = side // 2
-    padded = functional.pad(windows, (0, 0, 0, 0, 0, 0, around, around, around, around))
-    total = torch.zeros_like(windows[:, :, :, :, 0, 0])
-    for row in range(side):
-        for column in range(side):
-            down, right = 2 * around - row, 2 * around - column
-            total = total + padded[:, :, down : down + height, right : right + width, row, column]
-    return total
-
-
 class _Convolution(torch.autograd.Function):
     """Without bias, stride 1, zeros around: the image keeps its size."""
 
@@ -150,9 +137,9 @@ class _Convolution(torch.autograd.Function):
         of_weight = of_weight.view(slots, side, side, before, channels).permute(0, 4, 3, 1, 2)
         of_x = None
         if ctx.needs_input_grad[0]:
-            matrix = weight.permute(0, 3, 4, 2, 1).reshape(slots, -1, channels)
-            of_windows = torch.bmm(flat, matrix.transpose(1, 2))
-            of_x = quick(_put_back, of_windows)(of_windows.view(*gradient.shape[:-1], side, side, before))
+            # A convolution of the gradient with the windows turned round.
+            turned = weight.flip(3, 4).permute(0, 3, 4, 1, 2).reshape(slots, -1, before)
+            of_x = torch.bmm(_windows(gradient, side), turned).view(*gradient.shape[:-1], before)
         return of_x, of_weight
 
 
