@@ -24,9 +24,6 @@ from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 from tests.conftest import STRATEGY_NAMES, facility, trace_of
 
-ALONE = {"fedprox": "its loss has a proximal term", "scaffold": "its jobs have control variates"}
-"""Strategies whose runs do not share a device, and why."""
-
 
 def small_network() -> nn.Sequential:
     return nn.Sequential(
@@ -121,33 +118,51 @@ def test_a_stacked_network_computes_and_differentiates_as_its_copies_do() -> Non
             torch.testing.assert_close(gradient[slot], torch.autograd.grad(loss, parameter, retain_graph=True)[0])
 
 
-def test_a_slot_trains_as_torch_adam_does_whatever_runs_beside_it() -> None:
+def test_a_slot_trains_as_the_plain_loop_does_whatever_runs_beside_it() -> None:
+    """Adam, a proximal term and a drift, by torch itself."""
     torch.manual_seed(2)
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     samples = (torch.randn(40, 6), torch.randint(0, 3, (40,)))
     stack = Stack(network)
     slots = Slots(stack, samples, slots=3, batch_size=4, most_steps=5)
     start = dict(network.state_dict())
-    # Three jobs of other lengths and rates; the third has batches of two samples; the second comes while others run.
-    plans = [(9, 0.01, 4), (20, 0.02, 4), (6, 0.05, 2)]
+    ways = {name: torch.randn(tensor.shape) for name, tensor in start.items()}
+    # Of other lengths and rates; the third has batches of two samples; two come while others run, the last of them
+    # where a job with a proximal term and a drift was before it.
+    plans = [(9, 0.01, 4, 0.0, False), (20, 0.02, 4, 0.0, True), (6, 0.05, 2, 3.0, True), (7, 0.02, 4, 0.0, False)]
     jobs = [
-        SlotJob(row=stack.flatten(start), batches=torch.randint(0, 40, (n, size)), learning_rate=rate, key=n)
-        for n, rate, size in plans
+        SlotJob(
+            row=stack.flatten(start),
+            batches=torch.randint(0, 40, (n, size)),
+            learning_rate=rate,
+            key=n,
+            proximal=proximal,
+            drift=stack.flatten(ways) if drifts else None,
+        )
+        for n, rate, size, proximal, drifts in plans
     ]
     slots.load({0: jobs[0], 2: jobs[2]})
     slots.advance(4)
     slots.load({1: jobs[1]})
+    slots.advance(4)
+    third = slots.take([2])
+    slots.load({2: jobs[3]})
     slots.advance(20)
-    rows, finite = slots.take([0, 1, 2])
-    assert finite.all()
-    for row, job in zip(rows, jobs, strict=True):
+    rest = slots.take([0, 1, 2])
+    assert rest[1].all()
+    for row, job in zip([*rest[0], *third[0]], [jobs[0], jobs[1], jobs[3], jobs[2]], strict=True):
         alone = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         alone.load_state_dict(start)
         adam = torch.optim.Adam(alone.parameters(), lr=job.learning_rate)
         for batch in job.batches:
             adam.zero_grad()
-            torch.autograd.backward(nn.functional.cross_entropy(alone(samples[0][batch]), samples[1][batch]))
+            loss = nn.functional.cross_entropy(alone(samples[0][batch]), samples[1][batch])
+            away = sum((now - start[name]).square().sum() for name, now in alone.named_parameters())
+            torch.autograd.backward(loss + job.proximal / 2 * away)
             adam.step()
+            for name, parameter in alone.named_parameters():
+                if job.drift is not None:
+                    parameter.data.add_(ways[name], alpha=job.learning_rate)
         for name, value in stack.unflatten(row).items():
             torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -164,7 +179,7 @@ def test_dropout_depends_on_the_key_and_the_step_and_keeps_the_mean() -> None:
     assert not torch.equal(dropped[0], keyed_drop(torch.tensor([7]), torch.tensor([3]))(x[:1], 0.25, 2)[0])
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name not in ALONE])
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_run_in_a_fleet_scores_as_it_does_alone(strategy: str) -> None:
     configs = [config_of(strategy, seed) for seed in (1, 2, 3)]
     together = fleet_scores(configs, slots=4)
@@ -190,10 +205,12 @@ def test_jobs_that_stay_and_train_ahead_of_their_models_score_in_a_fleet_as_alon
         assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=4.5 / 359)
 
 
-@pytest.mark.parametrize("strategy", ALONE)
-def test_what_a_fleet_cannot_do_is_refused_in_one_line(strategy: str) -> None:
-    with pytest.raises(FedQueueError, match=f"cannot share a device: {ALONE[strategy]}; use --device cpu"):
-        fleet_scores([config_of(strategy, 1)], slots=4)
+def test_staying_jobs_with_control_variates_score_in_a_fleet_as_alone_whatever_fails() -> None:
+    faults = [{"kind": kind, "probability": 0.2} for kind in ("fail", "preempt", "corrupt")]
+    config = config_of("scaffold", 3, options={"steps": 30, "stay": 30.0}, fault=faults)
+    together, alone = fleet_scores([config, config_of("fedavg", 3)], slots=3)[0], scores(config)
+    assert [at for at, _ in together] == [at for at, _ in alone]
+    assert [score for _, score in together] == pytest.approx([score for _, score in alone], abs=4.5 / 359)
 
 
 def test_the_number_of_runs_beside_it_changes_no_bit_of_a_run() -> None:
@@ -341,6 +358,7 @@ def test_what_cannot_be_stacked_is_said_in_one_line() -> None:
         ("loss or a score of its own", normalised(loss=nn.functional.mse_loss), Normalised()),
     ):
         assert reason in str(why_not_in_lanes(workload, module, TaskSettings()))
+    assert "proximal" in str(why_not_in_lanes(normalised(), Normalised(), TaskSettings(proximal=0.1)))
     assert "augments" in str(why_not_in_slots(normalised(), digits.make_model(), TaskSettings()))
 
 

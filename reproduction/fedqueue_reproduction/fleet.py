@@ -22,6 +22,7 @@ from torch import Tensor
 from fedqueue.aggregate import (
     Contribution,
     Moments,
+    Variates,
     aggregate,
     agreement_of,
     roles_of,
@@ -48,7 +49,7 @@ SLOTS = 64  # jobs side by side: more keep no accelerator busier, and each run w
 RUNS_A_SLOT = 3  # so many runs are under way that slots do not stand empty while runs wait for scores
 LANES = 8  # the same for networks that cannot be stacked
 RUNS_A_LANE = 1  # these train longer than they are scored, and a run that is begun should soon be over
-GRAIN = 8  # steps that are done before slots are looked at
+GRAIN = 4  # steps that are done before slots are looked at
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +116,7 @@ class Bench:
         not_in_slots = why_not_in_slots(self.workload, module, settings)
         not_in_lanes = why_not_in_lanes(self.workload, module, settings)
         self._slots: Slots | Lanes
+        self.is_stacked = not_in_slots is None
         if not_in_slots is None:
             stack = Stack(module, self.roles)
             count, self.most_runs = slots or SLOTS, RUNS_A_SLOT * (slots or SLOTS)
@@ -234,8 +236,10 @@ class FleetLearning(Learning):
     """The learning of one run among many. A model is one flat row on the device, in parts that are averaged alike."""
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
-        if STRATEGIES[config.run.strategy].keeps_variates:
-            why = "its jobs have control variates"
+        keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
+        if (keeps_variates or config.task.proximal) and not bench.is_stacked:
+            has = "its jobs have control variates" if keeps_variates else "its loss has a proximal term"
+            why = f"{has}, and its network cannot be stacked"
             raise TaskError(f"task {config.task.name!r}: its runs cannot share a device: {why}; use --device cpu")
         super().__init__(bench.megabytes)
         settings, seed = config.task, config.run.seed
@@ -248,6 +252,8 @@ class FleetLearning(Learning):
         first = bench.rows.flatten(dict(first_module(bench.workload, settings, seed).state_dict()))
         self._models: dict[int, _Model] = {0: _Model(bench.rows, put(first, bench.device))}
         self._moments: Moments = ()  # of the server's optimizer, with the newest model
+        self._variates = Variates(self._models[0].parts, bench.rows.roles) if keeps_variates else None
+        self._proximal = settings.proximal
         self._updates: dict[UpdateKey, tuple[_Ticket, Training]] = {}
         self._went_on: dict[UpdateKey, tuple[_Ticket, Tensor]] = {}  # from these own weights, while a model travels
         self._handed_in: dict[tuple[str, int], _Ticket] = {}  # by jobs that stay, last
@@ -271,8 +277,17 @@ class FleetLearning(Learning):
         part = self._parts[training.facility]
         order = batches(part, self._bench.batch_size, steps, torch.Generator().manual_seed(seed))
         rate = training.work.learning_rate
-        job = SlotJob(row=row, batches=torch.stack(list(order)), learning_rate=rate, key=seed)
-        return self._bench.train(job)
+        drift = None if self._variates is None else self._bench.rows.join(self._variates.drift(training.facility))
+        return self._bench.train(
+            SlotJob(
+                row=row,
+                batches=torch.stack(list(order)),
+                learning_rate=rate,
+                key=seed,
+                proximal=self._proximal,
+                drift=drift,
+            )
+        )
 
     def _row_of(self, ticket: _Ticket) -> Tensor:
         self._wait(ticket)
@@ -291,6 +306,12 @@ class FleetLearning(Learning):
             begun = rows.join(aggregate(model, [carried], "add_deltas", rows.roles))
             ticket = self._steps(training, begun, training.steps - training.ahead, training.luck)
             self._updates[training.key] = (ticket, training)
+        if self._variates is not None:
+            # They move when a model is made, and an update that began before its round's model is in none: so the
+            # server's variate is the one that this job began with.
+            base, trained = self._models[training.work.base_version].parts, self._bench.rows.parts(self._row_of(ticket))
+            length = training.steps * training.work.learning_rate
+            self._variates.trained(training.key, training.facility, base, trained, length)
         if training.stays:
             job, attempt, _ = training.key
             self._handed_in[job, attempt] = ticket
@@ -320,6 +341,8 @@ class FleetLearning(Learning):
             made, self._moments = take_step(
                 current, contributions, command.rule, command.step, self._moments, rows.roles, from_first=is_first
             )
+        if self._variates is not None and command.variates is not None:
+            self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])
         self._models[command.to_version] = _Model(rows, rows.join(made))
         self._used.update(share.key for share in command.weights)
         for key in self._used.difference(command.keep):
@@ -337,6 +360,8 @@ class FleetLearning(Learning):
         super().forget(key)
         self._updates.pop(key, None)
         self._went_on.pop(key, None)
+        if self._variates is not None:
+            self._variates.forget(key)
 
     def keep(self, ready: int, versions: Collection[int]) -> None:
         held = {training.work.base_version for _, training in self._updates.values()}
@@ -417,7 +442,7 @@ def run_many(
                 number = waiting[0]
                 config = configs[number]
                 settings, roles = config.task, config.model.roles
-                alike = (settings.options, settings.batch_size, settings.optimizer, settings.proximal)
+                alike = (settings.options, settings.batch_size, settings.optimizer)
                 place = repr((settings.name, *alike, roles))
                 if place not in benches:
                     benches[place] = Bench(config, torch.device(device), slots)

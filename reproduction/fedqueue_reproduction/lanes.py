@@ -49,6 +49,8 @@ def why_not_in_lanes(workload: Workload, module: nn.Module, settings: TaskSettin
             return f"its {name} is {tensor.dtype}"
     if not all(parameter.requires_grad for parameter in module.parameters()):
         return "some of its parameters do not train"
+    if settings.proximal:
+        return "its loss has a proximal term"
     return why_not_adam(workload, settings)
 
 

@@ -114,16 +114,19 @@ def _section(found: Findings, by_name: Mapping[str, Findings], links: Mapping[st
         return "\n\n".join(parts)
     kept = f"[results]({links['results']}/{found.name}.json)"
     parts.append(f"{command} ({file}, {kept}): {_made(found)}")
-    users = [other for other in by_name.values() if any(_uses(row.tuned, found.name) for row in other.experiment.rows)]
+    user = _first_user(found.name, by_name)
     if not experiment.grids:
         parts += [figure_tables(found), paired_tables(found), agreement(found)]
-    elif users:
-        parts.append(f"The winners are under {listed([f'[{user.name}](#{user.name})' for user in users])}.")
+    elif user:
+        parts.append(f"The winners are under [{user}](#{user}).")
     else:
         parts.append(winner_table(found))
     for name in dict.fromkeys((row.tuned or "").partition("/")[0] for row in experiment.rows):
         if name in by_name:
-            parts.append(winner_table(by_name[name]) or f"The winners of [{name}](#{name}) are not known yet.")
+            shown = _first_user(name, by_name)
+            elsewhere = f"The winners of [{name}](#{name}) are under [{shown}](#{shown})."
+            table = winner_table(by_name[name]) or f"The winners of [{name}](#{name}) are not known yet."
+            parts.append(table if shown == found.name else elsewhere)
     if experiment.claims:
         parts.append(claim_table(found))
     parts.append(lemma_table(found))
@@ -132,8 +135,12 @@ def _section(found: Findings, by_name: Mapping[str, Findings], links: Mapping[st
     return "\n\n".join(part for part in parts if part)
 
 
-def _uses(tuned: str | None, name: str) -> bool:
-    return tuned is not None and tuned.partition("/")[0] == name
+def _first_user(name: str, by_name: Mapping[str, Findings]) -> str | None:
+    """The first experiment with rows that were tuned by this one."""
+    tuned_by = {
+        other.name: {(row.tuned or "").partition("/")[0] for row in other.experiment.rows} for other in by_name.values()
+    }
+    return next((other for other, names in tuned_by.items() if name in names), None)
 
 
 def _made(found: Findings) -> str:

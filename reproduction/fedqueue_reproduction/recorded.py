@@ -37,6 +37,10 @@ class SlotJob:
     learning_rate: float
     key: int
     """Selects the random numbers of dropout."""
+    proximal: float = 0.0
+    """mu: how strongly each step is pulled back to the row it started from."""
+    drift: Tensor | None = None
+    """A row that is added to the parameters after each step, times the learning rate."""
 
     @property
     def steps(self) -> int:
@@ -49,8 +53,6 @@ def why_not_adam(workload: Workload, settings: TaskSettings) -> str | None:
         return "it has a loss or a score of its own"
     if settings.optimizer != "adam" or settings.weight_decay:
         return "its optimizer is not plain Adam"
-    if settings.proximal:
-        return "its loss has a proximal term"
     return None
 
 
@@ -68,12 +70,15 @@ class Adam:
             moment[numbers] = 0.0
         self._rates[numbers] = rates
 
-    def step(self, done: Tensor, moving: Tensor) -> None:
-        """A step of every row, its `done`th; those that are not `moving` stay where they are."""
+    def step(self, done: Tensor, moving: Tensor, drifts: Tensor | None = None) -> None:
+        """A step of every row, its `done`th, and its drift times its rate; those that are not `moving` stay where they
+        are."""
         number = done.to(torch.float64)[:, None]
         root = torch.sqrt(1 - BETA2**number).to(torch.float32)
         size = self._rates / (1 - BETA1**number).to(torch.float32) * moving[:, None]
         quick(_adam, self._rows)(self._rows, self._gradients, *self.moments, size, root)
+        if drifts is not None:
+            quick(_drift, self._rows)(self._rows, drifts, self._rates * moving[:, None])
 
 
 def _adam(rows: Tensor, gradients: Tensor, first: Tensor, second: Tensor, size: Tensor, root: Tensor) -> None:
@@ -81,6 +86,10 @@ def _adam(rows: Tensor, gradients: Tensor, first: Tensor, second: Tensor, size: 
     first.lerp_(gradients, 1 - BETA1)
     second.mul_(BETA2).addcmul_(gradients, gradients, value=1 - BETA2)
     rows.sub_(first * size / (second.sqrt() / root + EPSILON))
+
+
+def _drift(rows: Tensor, drifts: Tensor, size: Tensor) -> None:
+    rows.add_(drifts * size)
 
 
 class Scorer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import signed
 from fedqueue.training.workload import Samples, Workload
-from fedqueue_reproduction.recorded import Adam, SlotJob, capture, put, why_not_adam
+from fedqueue_reproduction.recorded import Adam, SlotJob, capture, put, quick, why_not_adam
 from fedqueue_reproduction.stacked import Stack, cross_entropy, keyed_drop, why_not
 
 NO_SAMPLE = -1
@@ -36,6 +36,9 @@ class Slots:
         width = stack.width
         self._rows = self._zeros(slots, width)  # the parameters
         self._gradients = self._zeros(slots, width)
+        self._begun_at = self._zeros(slots, width)  # the parameters that a job was loaded with
+        self._proximals = self._zeros(slots, 1)
+        self._drifts = self._zeros(slots, width)
         self._adam = Adam(self._rows, self._gradients)
         self._done = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros(slots, dtype=torch.int64, device=self._device)
@@ -58,7 +61,11 @@ class Slots:
             mine[: job.steps, : job.batches.shape[1]] = job.batches
         facts = [(number, job.steps, signed(job.key)) for number, job in jobs.items()]
         numbers, steps, keys = put(torch.tensor(facts), self._device).unbind(1)
-        self._rows[numbers] = torch.stack([job.row for job in jobs.values()])
+        self._rows[numbers] = self._begun_at[numbers] = torch.stack([job.row for job in jobs.values()])
+        proximals = torch.tensor([[job.proximal] for job in jobs.values()], dtype=torch.float32)
+        self._proximals[numbers] = put(proximals, self._device)
+        still = torch.zeros_like(self._rows[0])
+        self._drifts[numbers] = torch.stack([still if job.drift is None else job.drift for job in jobs.values()])
         self._done[numbers], self._steps[numbers], self._keys[numbers] = 0, steps, keys
         rates = torch.tensor([[job.learning_rate] for job in jobs.values()], dtype=torch.float32)
         self._adam.restart(numbers, put(rates, self._device))
@@ -93,7 +100,8 @@ class Slots:
             self._gradients[:, place.start : place.stop] = gradient.reshape(self.count, -1)
         unfinished = self._done < self._steps
         self._done += 1
-        self._adam.step(self._done, unfinished)
+        quick(_pull, self._rows)(self._gradients, self._rows, self._begun_at, self._proximals)
+        self._adam.step(self._done, unfinished, self._drifts)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """A step, recorded. The slots are as they were afterwards."""
@@ -110,3 +118,8 @@ class Slots:
     def _room(self, steps: int) -> Tensor:
         shape = (self.count, steps, self._batch_size)
         return torch.full(shape, NO_SAMPLE, dtype=torch.int32, device=self._device)
+
+
+def _pull(gradients: Tensor, rows: Tensor, begun_at: Tensor, strengths: Tensor) -> None:
+    """Adds the gradient of strength/2 * |row - begun_at|^2."""
+    gradients.add_((rows - begun_at) * strengths)
