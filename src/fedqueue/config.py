@@ -24,6 +24,7 @@ from fedqueue.protocol.codec import at_least, more_than, read, share
 from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.training.causal_settings import CAUSAL_LM, complete_options
 from fedqueue.training.job import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen
@@ -334,6 +335,9 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         _check_across(config)
         if (proximal := getattr(config.options(), "proximal", None)) is not None:
             config = replace(config, task=replace(config.task, proximal=proximal))
+        if config.task.name == CAUSAL_LM:
+            options = complete_options(config.task.options, [f.name for f in config.facility], home)
+            config = replace(config, task=replace(config.task, options=options))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
