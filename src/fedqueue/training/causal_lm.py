@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.aggregation import COUNTER, buffer_roles
+from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
 from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
 from fedqueue.training.instructions import (
     Conversation,
@@ -231,6 +231,8 @@ class CausalTask(Task):
         lora = self._options.lora
         if lora is None:
             return buffer_roles(self._model)
+        if lora.averaging == "product":
+            return dict.fromkeys(self._tensors, FACTOR)
         # What nobody trains must not be changed by the rounding of a sum either: it is taken from the newest.
         return {name: COUNTER for name in self._tensors if lora.averaging == "frozen-a" and "lora_A" in name}
 

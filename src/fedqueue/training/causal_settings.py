@@ -42,7 +42,7 @@ class LoraSettings:
     dropout: float = 0.0
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Ends of the names of the layers that have adapters; "all-linear": every linear layer but the last."""
-    averaging: Literal["plain", "frozen-a"] = "plain"
+    averaging: Literal["plain", "product", "frozen-a"] = "plain"
     """How adapters of several facilities become one: see docs/causal-lm.md."""
 
     def __post_init__(self) -> None:
@@ -102,6 +102,11 @@ class CausalSettings:
 
 def read_options(options: Mapping[str, object]) -> CausalSettings:
     return read(CausalSettings, options, PLACE)
+
+
+def averages_products(options: Mapping[str, object]) -> bool:
+    lora = read_options(options).lora
+    return lora is not None and lora.averaging == "product"
 
 
 def complete_options(options: Mapping[str, object], facilities: Sequence[str], folder: Path) -> dict[str, Any]:
