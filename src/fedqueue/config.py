@@ -338,6 +338,10 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
             config = replace(config, task=replace(config.task, proximal=proximal))
         if config.task.name == CAUSAL_LM:
             options = complete_options(config.task.options, [f.name for f in config.facility], home)
+            if "test" not in options and config.evaluation.where != "nowhere" and config.evaluation.command is None:
+                raise ConfigError(
+                    'task.options.test: is missing; name the file to score on, or evaluation.where "nowhere"'
+                )
             config = replace(config, task=replace(config.task, options=options))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

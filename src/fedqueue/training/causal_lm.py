@@ -376,6 +376,8 @@ class CausalTask(Task):
     def _tests(self) -> dict[str, tuple[Sequences, list[Conversation]]]:
         """By name: what is scored by its loss, and what the model has to answer."""
         files = self._options.test
+        if files is None:
+            raise ConfigError(f"{PLACE}.test: is missing; name the file to score on")
         made = {}
         for name, file in (files if isinstance(files, dict) else {"": files}).items():
             records = read_conversations(Path(file), self._options.fields)

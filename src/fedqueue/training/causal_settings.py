@@ -59,8 +59,8 @@ class CausalSettings:
     """A Hugging Face folder, or a GGUF file."""
     train: str | dict[str, str] | None = None
     """JSON lines: one file that is shared out, or a file for each facility. None: others train."""
-    test: str | dict[str, str]
-    """JSON lines: one file, or several with a name each."""
+    test: str | dict[str, str] | None = None
+    """JSON lines: one file, or several with a name each. None: nothing is scored."""
     fields: FieldSettings = field(default_factory=FieldSettings)
     label: str | None = None
     """The field by which one shared file is split with partition "dirichlet"."""
@@ -118,7 +118,9 @@ def complete_options(options: Mapping[str, object], facilities: Sequence[str], f
             return str(folder / Path(files).expanduser())
         return {name: str(folder / Path(file).expanduser()) for name, file in files.items()}
 
-    made["model"], made["test"] = absolute(settings.model), absolute(settings.test)
+    made["model"] = absolute(settings.model)
+    if settings.test is not None:
+        made["test"] = absolute(settings.test)
     if isinstance(settings.train, dict):
         if set(settings.train) != set(facilities):
             raise ConfigError(f"{PLACE}.train: must be one file, or name each facility once: {', '.join(facilities)}")
