@@ -1,12 +1,13 @@
 """How far averaged low-rank adapters are from the average of what they stand for, on a small real run.
 
-    python -m benchmarks.adapters
+    python -m benchmarks.adapters --rank 4 --rate 0.01
 
-Three facilities, each with questions of another kind about molecules, train adapters of rank 4 of stories260K.
+Three facilities, each with questions of another kind about molecules, train adapters of stories260K.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import tempfile
@@ -18,22 +19,26 @@ import torch
 
 from fedqueue import data
 from fedqueue.aggregate import Contribution, StateDict, aggregate, roles_of
-from fedqueue.protocol.aggregation import factor_names
+from fedqueue.protocol.aggregation import COUNTER, factor_names
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import make_task
 
-ROUNDS, STEPS, RATE = 4, 8, 1e-2
+ROUNDS, STEPS = 4, 8
 QUESTIONS = ("property_prediction-esol", "property_prediction-bbbp", "name_conversion-s2f")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=0.01)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         files = write_files(Path(folder))
-        print("averaging  error, each round                     test loss   values sent")
+        print("averaging  error, each round                     test loss   values that train")
         for averaging in ("plain", "product", "frozen-a"):
-            errors, loss, sent = run(averaging, files)
+            errors, loss, trained = run(averaging, files, arguments.rank, arguments.rate)
             shown = "  ".join(f"{error:7.1%}" for error in errors)
-            print(f"{averaging:9}  {shown}   {loss:9.4f}   {sent:11,}", flush=True)
+            print(f"{averaging:9}  {shown}   {loss:9.4f}   {trained:17,}", flush=True)
 
 
 def write_files(folder: Path) -> dict[str, Any]:
@@ -52,14 +57,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def run(averaging: str, files: Mapping[str, Any]) -> tuple[list[float], float, int]:
-    """The error of each round's average, the loss of the last model, and the values of one update that change."""
+def run(averaging: str, files: Mapping[str, Any], rank: int, rate: float) -> tuple[list[float], float, int]:
+    """The error of each round's average, the loss of the last model, and how many of its values train."""
     options = {
         **files,
         "model": str(data.root() / "models" / "stories260K"),
         "fields": {"prompt": ["input"], "answer": "output"},
         "sequence_length": 192,
-        "lora": {"rank": 4, "averaging": averaging},
+        "lora": {"rank": rank, "averaging": averaging},
     }
     settings = TaskSettings(name="causal-lm", optimizer="adamw", batch_size=4, options=options)
     task = make_task(settings, len(QUESTIONS), seed=1)
@@ -67,15 +72,15 @@ def run(averaging: str, files: Mapping[str, Any]) -> tuple[list[float], float, i
     roles = roles_of(model, task.declared_roles())
     for number in range(ROUNDS):
         trained = [
-            task.train(facility=place, model=model, steps=STEPS, learning_rate=RATE, key=number).model
+            task.train(facility=place, model=model, steps=STEPS, learning_rate=rate, key=number).model
             for place in range(len(QUESTIONS))
         ]
         shares = [Contribution(weight=1 / len(trained), trained=update, base=model) for update in trained]
         made = aggregate(model, shares, "add_deltas", roles)
         errors.append(error_of(made, trained, model))
         model = made
-    sent = sum(tensor.numel() for name, tensor in model.items() if roles[name] != "counter")
-    return errors, task.score(model)["loss"], sent
+    count = sum(tensor.numel() for name, tensor in model.items() if roles[name] != COUNTER)
+    return errors, task.score(model)["loss"], count
 
 
 def error_of(made: StateDict, trained: list[StateDict], before: StateDict) -> float:

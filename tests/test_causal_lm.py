@@ -101,7 +101,7 @@ def test_loss_is_that_of_the_answers_of_each_example_alone(files: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
     tokenizer = with_template(transformers.AutoTokenizer.from_pretrained(STORIES))
     total, count = 0.0, 0
-    for record in read_conversations(files / "test.jsonl", FieldSettings()):
+    for record in read_conversations(files / "test.jsonl"):
         example = tokenize(tokenizer, record)
         tokens = torch.tensor([example.tokens])
         with torch.inference_mode():
@@ -277,7 +277,7 @@ FORMS: list[dict[str, Any]] = [
 
 def test_usual_forms_are_known_and_others_can_be_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", FORMS)
-    for found in read_conversations(path, FieldSettings()):
+    for found in read_conversations(path):
         assert found.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     write(path, [{"head": "a", "body": "c", "reply": 3, "rule": "r", "kind": "k"}])
     fields = FieldSettings(prompt=["head", "body"], answer="reply", system="rule")
@@ -303,7 +303,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, reaso
     path = tmp_path / "x.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
     with pytest.raises(DataError, match=f"^{re.escape(str(path))}, line 3.*{reason}") as caught:
-        read_conversations(path, FieldSettings())
+        read_conversations(path)
     assert "\n" not in str(caught.value)
 
 

@@ -36,7 +36,8 @@ def product(model: StateDict) -> torch.Tensor:
 
 def nearest(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    return torch.mm(u[:, :rank] * s[:rank], v[:rank])
+    best: torch.Tensor = (u[:, :rank] * s[:rank]) @ v[:rank]
+    return best
 
 
 @settings(max_examples=60, deadline=None)

@@ -61,7 +61,8 @@ class CausalSettings:
     """JSON lines: one file that is shared out, or a file for each facility. None: others train."""
     test: str | dict[str, str] | None = None
     """JSON lines: one file, or several with a name each. None: nothing is scored."""
-    fields: FieldSettings = field(default_factory=FieldSettings)
+    fields: FieldSettings | None = None
+    """None: found by the usual names."""
     label: str | None = None
     """The field by which one shared file is split with partition "dirichlet"."""
     sequence_length: int = 512

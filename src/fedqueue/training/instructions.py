@@ -66,9 +66,9 @@ class Example:
 # Files ----------------------------------------------------------------------------------------------------
 
 
-def read_conversations(path: Path, fields: FieldSettings, label: str | None = None) -> list[Conversation]:
+def read_conversations(path: Path, fields: FieldSettings | None = None, label: str | None = None) -> list[Conversation]:
     """The records of a file of JSON lines, which may be gzipped. Raises a `DataError` that names file and line."""
-    found = [_conversation(record, place, fields, label) for place, record in _records(path)]
+    found = [_conversation(record, place, fields or FieldSettings(), label) for place, record in _records(path)]
     if not found:
         raise DataError(f"{path} has no records; it must have one JSON object a line")
     return found
