@@ -24,6 +24,7 @@ from fedqueue.config import Config, QueueSettings, load
 from fedqueue.protocol.messages import ModelReady, Record
 from fedqueue.protocol.predict import PREDICTORS
 from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.training.causal_settings import CausalSettings, FieldSettings, LoraSettings
 from tests.conftest import STRATEGY_NAMES, commands_of, trace_of
 from tests.test_failures import FAULTS
 from tests.test_strategies import check_invariants
@@ -33,7 +34,7 @@ SOURCE = ROOT / "src" / "fedqueue"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STRATEGY_PAGE = ROOT / "docs" / "writing-a-strategy.md"
 OPTIONAL = {
-    *("torch", "sklearn", "matplotlib", "safetensors", "transformers", "lightning", "pytorch_lightning"),
+    *("torch", "sklearn", "matplotlib", "safetensors", "transformers", "lightning", "pytorch_lightning", "peft"),
     *("uvicorn", "starlette", "cryptography"),
 }
 
@@ -117,6 +118,8 @@ def sections() -> dict[str, type]:
             found[f"[[{name}]]"] = get_args(hint)[0]
         else:
             found[f"[{name}]"] = hint
+    language = {"": CausalSettings, ".fields": FieldSettings, ".lora": LoraSettings}
+    found |= {f"[task.options{part}]": kind for part, kind in language.items()}
     found |= {"[agent]": AgentSettings, "[offer.NAME]": OfferSettings}
     for kind in get_args(QueueSettings):
         found[f'queue.kind = "{get_args(get_type_hints(kind)["kind"])[0]}"'] = kind

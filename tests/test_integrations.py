@@ -79,23 +79,20 @@ def test_lightning_example_takes_part(tmp_path: Path) -> None:
     assert result["metrics"]["loss"] > 0
 
 
-@transformers_only
-def test_adapters_of_a_llama_leave_the_site_and_nothing_else(tmp_path: Path) -> None:
-    run_example(tmp_path, "llama_lora.py")
-    result = result_of(tmp_path)
-    assert (result["steps_done"], result["samples"], result["stopped_by"]) == (3, 24, "steps")
-    assert result["metrics"]["train_loss"] > 0
-    assert all("lora_" in name for name in update_of(tmp_path))
-    assert result["bytes"] < 10_000
-
-
-@transformers_only
-def test_pretrained_llama_takes_part(tmp_path: Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs fedqueue[lm]")
+def test_adapters_of_a_pretrained_llama_leave_the_site_and_nothing_else(tmp_path: Path) -> None:
     folder = data.root() / "models" / "stories260K"
     if not folder.is_dir():
         pytest.skip("models/stories260K is not in the data folder (FEDQUEUE_DATA)")
-    run_example(tmp_path, "llama_lora.py", "--base", folder)
-    assert result_of(tmp_path)["steps_done"] == 3
+    rows = [{"prompt": f"How many are {n} and 1?", "completion": str(n + 1)} for n in range(8)]
+    (tmp_path / "site.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_example(tmp_path, "llama_lora.py", folder, tmp_path / "site.jsonl")
+    result = result_of(tmp_path)
+    assert (result["steps_done"], result["samples"], result["stopped_by"]) == (3, 24, "steps")
+    assert result["metrics"]["loss"] > 0
+    update = update_of(tmp_path)
+    assert all("lora_" in name for name in update)
+    assert any(update[name].any() for name in update if "lora_B" in name), "zero at first"
 
 
 # In this process: rates, deadlines, signals -------------------------------------------------------------

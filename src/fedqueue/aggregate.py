@@ -6,14 +6,24 @@ in pieces that stay in the processor's cache, so that every input is read once a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedqueue.protocol.aggregation import COUNTER, PARAMETER, STATISTIC, find_roles, model_factors, statistic_factors
+from fedqueue.low_rank import Matrix, weighted_factors
+from fedqueue.protocol.aggregation import (
+    COUNTER,
+    FACTOR,
+    MOVING,
+    PARAMETER,
+    STATISTIC,
+    find_roles,
+    model_factors,
+    statistic_factors,
+)
 from fedqueue.protocol.messages import ServerStep
 from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
 
@@ -53,7 +63,8 @@ def aggregate(
     Parameters, by rule "add_deltas": current + sum of weight * (trained - base); by rule "mix_models":
     current + sum of weight * (trained - current). Statistics: the weighted mean of what was handed in, never outside
     its range (`statistic_factors`; `from_first`: the current model is the first of its run). Counters: those of the
-    newest contribution. `roles` of the tensors are found by their names unless they are given.
+    newest contribution. Factors: those of the weighted sum of their products. `roles` of the tensors are found by their
+    names unless they are given.
     Real and complex tensors are summed in at least single precision and keep the current model's type. No input is
     modified.
 
@@ -67,8 +78,12 @@ def aggregate(
     if roles is None:
         roles = roles_of(current)
     newest = contributions[-1].trained
+    kept: dict[str, Matrix] = {}
+    products = [(_matrices(model), factor) for model, factor in deltas]
 
     def next_of(name: str, like: Tensor) -> Tensor:
+        if roles[name] == FACTOR:
+            return torch.from_numpy(weighted_factors(name, products, kept)).to(like.device, like.dtype)
         if roles[name] == COUNTER:
             return newest[name].to(like.dtype, copy=True)
         is_mean = roles[name] == STATISTIC
@@ -76,6 +91,10 @@ def aggregate(
 
     with torch.no_grad():
         return {name: next_of(name, like) for name, like in current.items()}
+
+
+def _matrices(model: StateDict) -> Callable[[str], Matrix]:
+    return lambda name: model[name].detach().to("cpu", torch.float64).numpy()
 
 
 def take_step(
@@ -198,7 +217,7 @@ def sums_of_changes(contributions: Sequence[Contribution], roles: Mapping[str, s
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=next(iter(contributions[0].base.values())).device)
     with torch.no_grad():
-        for name in (name for name, role in roles.items() if role == PARAMETER):
+        for name in (name for name, role in roles.items() if role in MOVING):
             mean = torch.zeros_like(contributions[0].base[name], dtype=torch.float64)
             for contribution in contributions:
                 delta = contribution.trained[name].double() - contribution.base[name].double()

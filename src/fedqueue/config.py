@@ -24,6 +24,8 @@ from fedqueue.protocol.codec import at_least, more_than, read, share
 from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.strategies.fedadam import ServerStepOptions
+from fedqueue.training.causal_settings import CAUSAL_LM, averages_products, complete_options
 from fedqueue.training.job import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen
@@ -227,7 +229,7 @@ class ModelSettings:
 
     initial: str | None = None  # safetensors file; None: the task makes it
     include: list[str] = field(default_factory=lambda: ["*"])  # only tensors whose names match one of these
-    roles: dict[str, Literal["parameter", "statistic", "counter"]] = field(default_factory=dict)  # by pattern of names
+    roles: dict[str, Literal["parameter", "statistic", "counter", "factor"]] = field(default_factory=dict)  # by pattern
     keep: Literal["needed", "best", "all"] = "best"  # which versions stay in the run folder beside the newest
 
 
@@ -334,6 +336,13 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         _check_across(config)
         if (proximal := getattr(config.options(), "proximal", None)) is not None:
             config = replace(config, task=replace(config.task, proximal=proximal))
+        if config.task.name == CAUSAL_LM:
+            options = complete_options(config.task.options, [f.name for f in config.facility], home)
+            if "test" not in options and config.evaluation.where != "nowhere" and config.evaluation.command is None:
+                raise ConfigError(
+                    'task.options.test: is missing; name the file to score on, or evaluation.where "nowhere"'
+                )
+            config = replace(config, task=replace(config.task, options=options))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -378,12 +387,26 @@ def _check_across(config: Config) -> None:
     for i, fault in enumerate(config.fault):
         if fault.facility not in ("*", *names):
             raise ConfigError(f"fault.{i}.facility: must be * or one of {', '.join(names)}, found {fault.facility!r}")
+    _check_factors(config)
     for strategy, options in config.strategy.items():
         steps = getattr(options, "steps", None)
         if isinstance(steps, dict) and set(steps) != set(names):
             raise ConfigError(
                 f"strategy.{strategy}.steps: must be a number, or name each facility once: {', '.join(names)}"
             )
+
+
+def _check_factors(config: Config) -> None:
+    """Low-rank factors can be averaged by their products, and there is no more to be done with these."""
+    of_task = config.task.name == CAUSAL_LM and averages_products(config.task.options)
+    if not of_task and "factor" not in config.model.roles.values():
+        return
+    kind = STRATEGIES[config.run.strategy]
+    if kind.keeps_variates or issubclass(kind.Options, ServerStepOptions):
+        raise ConfigError(
+            f"run.strategy: {config.run.strategy} cannot average products of factors; "
+            'use averaging "plain" or "frozen-a", or another strategy'
+        )
 
 
 def _check_strategy(name: str, where: str) -> None:

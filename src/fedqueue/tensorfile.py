@@ -21,9 +21,12 @@ from typing import BinaryIO, Final, Self
 import numpy as np
 
 from fedqueue.files import writing
+from fedqueue.low_rank import Matrix, weighted_factors
 from fedqueue.protocol.aggregation import (
     COUNTER,
     DECLARATIONS,
+    FACTOR,
+    MOVING,
     PARAMETER,
     STATISTIC,
     declaration,
@@ -358,9 +361,15 @@ def _make(
             moving = [_moment_of(entry) for entry in entries if role_of[entry.name] == PARAMETER]
             stepping = _Stepping.open(stack, step, moving, content)
             sources |= {("moment", number): source for number, source in enumerate(stepping.before)}
+        products = [(sources[key].matrix, factor) for key, factor in deltas.items()]
+        kept: dict[str, Matrix] = {}
         for entry in entries:
             role = role_of[entry.name]
-            if not entry.number.bits:
+            if role == FACTOR and stepping is not None:
+                raise TensorFileError(current, f"tensor {entry.name!r} is a factor, which takes no server's step")
+            if role == FACTOR:
+                summing.put_values(entry, weighted_factors(entry.name, products, kept).reshape(-1))
+            elif not entry.number.bits:
                 summing.copy(newest, newest.header.entries[entry.name])
             elif role == COUNTER:
                 summing.add_up(entry, [(newest, 1.0)])
@@ -397,7 +406,7 @@ def agreement(contributions: Sequence[FileContribution]) -> float | None:
         terms = [(c.weight / total, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions]
         role_of = roles(like.header, contributions[0].base)
         for entry in like.header.entries.values():
-            if role_of[entry.name] != PARAMETER or not entry.number.bits or entry.code == "C64":
+            if role_of[entry.name] not in MOVING or not entry.number.bits or entry.code == "C64":
                 continue
             for start in range(0, entry.values, LOOK_EVERY * CHUNK_VALUES):
                 mean = np.zeros(min(CHUNK_VALUES, entry.values - start))
@@ -571,6 +580,14 @@ class _Source:
         self.read(raw, place.begin + start * place.number.size)
         return _widened(raw, place.code, np.empty(count, "<f8"))
 
+    def matrix(self, name: str) -> Matrix:
+        """The whole of a tensor, in double precision."""
+        entry = self.header.entries[name]
+        made = np.empty(entry.values)
+        for start, count in _pieces(entry):
+            made[start : start + count] = self.values(name, start, count)
+        return made.reshape(entry.shape)
+
     def must_be_unchanged(self) -> None:
         if self.digest is None or self.content is None:
             return  # nobody asks, or every piece was looked at when it was read
@@ -689,6 +706,15 @@ class _Summing:
         for start, length in _pieces(entry):
             with np.errstate(all="ignore"):  # what overflows is found when it is put
                 self._put(entry, self._sum(entry, terms, start, length, within=within))
+
+    def put_values(self, entry: Entry, values: Matrix) -> None:
+        """Writes these in the type of `entry`."""
+        precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
+        for start, length in _pieces(entry):
+            total = self._total[: length * precision.itemsize].view(precision)
+            with np.errstate(all="ignore"):
+                total[:] = values[start : start + length]
+                self._put(entry, total)
 
     def take_step(
         self, entry: Entry, now: _Source, terms: Sequence[tuple[_Source, float]], stepping: _Stepping

@@ -17,6 +17,7 @@ WORKER_FILES: Final = (
     "integrations/__init__.py",
     "integrations/huggingface.py",
     "integrations/lightning.py",
+    "low_rank.py",
     "protocol/__init__.py",
     "protocol/aggregation.py",
     "protocol/budget.py",

@@ -8,8 +8,9 @@ from typing import Final, Literal
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.training.causal_settings import CAUSAL_LM
 
-Extra = Literal["train", "plots", "serve"]
+Extra = Literal["train", "plots", "serve", "lm"]
 
 MODULES: Final[dict[str, tuple[str, ...]]] = {
     "boosting": ("sklearn",),
@@ -17,6 +18,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
     "plots": ("matplotlib",),
     "serve": ("uvicorn", "starlette", "cryptography"),
     "huggingface": ("transformers", "accelerate"),
+    "lm": ("transformers", "accelerate", "peft"),
     "lightning": ("lightning",),
 }
 """The modules of each extra in pyproject.toml; where two have the same, the smaller one is first."""
@@ -25,6 +27,7 @@ USES: Final[dict[str, str]] = {
     "train": "training models",
     "plots": "drawing plots and reports",
     "serve": "coordinating real runs",
+    "lm": "training language models",
 }
 
 
@@ -48,6 +51,8 @@ def need_for(config: Config, *, plots: bool = False, real: bool = False) -> None
         need("serve")
     if trains:
         need("train")
+        if config.task.name == CAUSAL_LM:
+            need("lm")
     if plots:
         need("plots", instead=", or add --no-plots")
 

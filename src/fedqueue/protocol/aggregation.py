@@ -146,13 +146,16 @@ def statistic_factors(current: K, shares: Sequence[tuple[float, K]], rule: str, 
 # Each tensor by its role ----------------------------------------------------------------------------------
 # Parameters are what training changes: they move by weighted deltas. Statistics are what layers measured (the running
 # mean and variance of batch normalisation): a difference of two of them means nothing, so they are averaged and stay
-# within the range of what was handed in. Counters are taken from the newest update.
+# within the range of what was handed in. Counters are taken from the newest update. Factors are pairs of small matrices
+# whose product is what counts: it is the products that are summed, not the matrices (`fedqueue.low_rank`).
 #
 # Roles of the usual layers are known by their names. A model's file may declare others (`declare_roles`), and a
 # config's [model.roles] has the last word.
 
-PARAMETER, STATISTIC, COUNTER = "parameter", "statistic", "counter"
-ROLES = (PARAMETER, STATISTIC, COUNTER)
+PARAMETER, STATISTIC, COUNTER, FACTOR = "parameter", "statistic", "counter", "factor"
+ROLES = (PARAMETER, STATISTIC, COUNTER, FACTOR)
+MOVING = (PARAMETER, FACTOR)
+"""What training changes."""
 
 DECLARATION = "fedqueue.roles"
 """The key under which a safetensors file says what its tensors are: a JSON object of names and roles."""
@@ -183,7 +186,24 @@ def find_roles(
         elif role == STATISTIC and type_name.startswith("complex"):
             raise ValueError(f"tensor {name!r} is of complex numbers and cannot be a statistic")
         found[name] = role
+    for name in (name for name, role in found.items() if role == FACTOR):
+        if not all(found.get(other) == FACTOR for other in factor_names(name)):
+            raise ValueError(f"tensor {name!r} is a factor, but the other factor of its product is not there as one")
+        if not types[name].startswith(("float", "bfloat")):
+            raise ValueError(f"tensor {name!r} is not of real numbers and cannot be a factor")
     return found
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """B and A, the two factors of the product that this one belongs to, as peft names them.
+
+    >>> factor_names("layer.lora_A.weight")
+    ('layer.lora_B.weight', 'layer.lora_A.weight')
+    """
+    for a, b in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+        if a in name or b in name:
+            return name.replace(a, b), name.replace(b, a)
+    raise ValueError(f"tensor {name!r} cannot be a factor: its name has neither lora_A nor lora_B")
 
 
 def must_match(chosen: Mapping[str, str], names: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from fedqueue.protocol.codec import at_least, more_than, one_of, read
 
 if TYPE_CHECKING:
+    from fedqueue.training.tasks import Task
     from fedqueue.worker.participate import Work
 
 
@@ -30,8 +31,8 @@ class TaskSettings:
     """
 
     name: str = "digits"
-    """"digits", "mnist", what installed packages add, or a function of your own that returns a `Workload`, as
-    "module:function"."""
+    """"digits", "mnist", "causal-lm", what installed packages add, or a function of your own that returns a `Workload`,
+    as "module:function"."""
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     """How the training samples are split over the facilities: skewed by label, or evenly at random."""
     dirichlet_alpha: float = 0.5
@@ -53,7 +54,7 @@ class TaskSettings:
     threads: int = 1
     """Processor threads of the training; another number may change the last bits of a result."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Keyword arguments for a function of your own."""
+    """Keyword arguments for a function of your own, or what "causal-lm" trains (`CausalSettings`)."""
 
     def __post_init__(self) -> None:
         one_of(self, "partition", ("dirichlet", "iid"))
@@ -120,16 +121,24 @@ def _train(stored: StoredTask, work: Work) -> None:
         work.submit(metrics=task.score(work.model()))
         return
     for part in work.parts():
-        trained = task.train(
-            facility=index,
-            model=part.model(),
-            steps=part.assigned_steps,
-            learning_rate=part.learning_rate,
-            key=luck(index, int(part.job_id.rpartition("/")[2]), part.part),
-            during=part.steps(),
-        )
-        part.count(samples=trained.samples)
-        part.submit(trained.model, metrics={"loss": trained.loss})
+        train_part(task, part, index)
+
+
+def train_part(task: Task, part: Work, facility: int = 0) -> None:
+    """Trains a task for one part of a job and hands it in; `facility` is the place of its data in the task's.
+
+    Also for scripts of your own: examples/llama_lora.py is one.
+    """
+    trained = task.train(
+        facility=facility,
+        model=part.model(),
+        steps=part.assigned_steps,
+        learning_rate=part.learning_rate,
+        key=luck(facility, int(part.job_id.rpartition("/")[2]), part.part),
+        during=part.steps(),
+    )
+    part.count(samples=trained.samples)
+    part.submit(trained.model, metrics={"loss": trained.loss})
 
 
 def _pretend(steps_per_second: float, work: Work) -> None:

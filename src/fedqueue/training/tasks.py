@@ -18,6 +18,7 @@ from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError, describe
 from fedqueue.plugins import plugins
 from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.training.causal_settings import CAUSAL_LM
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.workload import Workload, load_workload
 
@@ -50,6 +51,10 @@ def make_task(settings: TaskSettings, facilities: int, seed: int) -> Task:
     # Some of the accelerator's quickest convolutions differ in the last bits from call to call.
     torch.backends.cudnn.deterministic = True
     torch.set_num_threads(settings.threads)
+    if settings.name == CAUSAL_LM:
+        from fedqueue.training.causal_lm import CausalTask  # loads transformers
+
+        return CausalTask(settings, facilities, seed)
     workload = workload_of(settings)
     quicker = plugins("tasks").values() if settings.device == "cuda" else ()
     kind: type[Task] = next((kind for kind in quicker if kind.why_not(workload, settings) is None), Task)
@@ -112,7 +117,7 @@ class Task:
             raise ValueError(f"steps must be 1 or more, found {steps}")
         part, size = self._parts[facility], self._settings.batch_size
         job_seed = seed_of_job(self._seed, facility, key)
-        with _blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
+        with blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
             # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
             schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
             trained, done, total = self._go_through(schedule, model, learning_rate, job_seed, during, drift)
@@ -133,7 +138,8 @@ class Task:
         self._module.load_state_dict(model)
         optimizer = make_optimizer(self._module, self._settings, learning_rate)
         if drift is not None:
-            optimizer.register_step_post_hook(_drifting(self._module, drift, learning_rate))
+            named = ((name, p) for name, p in self._module.named_parameters() if p.requires_grad)
+            optimizer.register_step_post_hook(drifting(named, drift, learning_rate))
         counted = count()
         counting = _counting(schedule, counted)
         augment = augmentation(self._workload, job_seed)
@@ -145,7 +151,7 @@ class Task:
     def score(self, model: StateDict) -> dict[str, float]:
         """At least "score" (the accuracy by default; higher is better) and "loss", on the test samples."""
         inputs, targets = self._test
-        with _blaming(self.name, "scoring"):
+        with blaming(self.name, "scoring"):
             self._module.load_state_dict(model)
             self._module.eval()
             with torch.inference_mode(), products_in(self._workload, self._device):
@@ -167,7 +173,7 @@ def _counting(schedule: Iterable[Tensor], counted: Iterator[int]) -> Iterator[Te
 
 
 @contextmanager
-def _blaming(name: str, doing: str) -> Iterator[None]:
+def blaming(name: str, doing: str) -> Iterator[None]:
     """What goes wrong inside is the workload's code or a model that does not fit it: say so in one line."""
     try:
         yield
@@ -189,14 +195,18 @@ def augmentation(workload: Workload, key: int) -> Callable[[int, Tensor], Tensor
 
 def first_module(workload: Workload, settings: TaskSettings, seed: int) -> nn.Module:
     """With the parameters of the first model; made on the processor, so that it is the same for every device."""
-    with seeded(derive_seed("model", seed), torch.device("cpu")), _blaming(settings.name, "making the model"):
+    with seeded(derive_seed("model", seed), torch.device("cpu")), blaming(settings.name, "making the model"):
         return workload.make_model()
 
 
 def share_out(workload: Workload, settings: TaskSettings, facilities: int, seed: int) -> list[Tensor]:
     """The numbers of each facility's training samples."""
-    targets = workload.train[1]
-    chosen = _chosen(len(targets), settings.train_samples, "train_samples", seed)
+    return share_out_targets(workload.train[1], settings, facilities, seed)
+
+
+def share_out_targets(targets: Tensor, settings: TaskSettings, facilities: int, seed: int) -> list[Tensor]:
+    """The same, of samples with these targets."""
+    chosen = chosen_samples(len(targets), settings.train_samples, "train_samples", seed)
     if chosen is None:
         return _split(targets, settings, facilities, seed)
     return [chosen[part] for part in _split(targets[chosen], settings, facilities, seed)]
@@ -204,10 +214,11 @@ def share_out(workload: Workload, settings: TaskSettings, facilities: int, seed:
 
 def chosen_for_test(workload: Workload, settings: TaskSettings, seed: int) -> Tensor | None:
     """The numbers of the test samples that are used; None: all."""
-    return _chosen(len(workload.test[1]), settings.test_samples, "test_samples", seed)
+    return chosen_samples(len(workload.test[1]), settings.test_samples, "test_samples", seed)
 
 
-def _chosen(available: int, count: int | None, field: str, seed: int) -> Tensor | None:
+def chosen_samples(available: int, count: int | None, field: str, seed: int) -> Tensor | None:
+    """The numbers of so many samples, chosen by the run's seed; None: all."""
     if count is None or count == available:
         return None
     if count > available:
@@ -341,9 +352,9 @@ def proximal_pull(module: nn.Module, strength: float) -> Callable[[], None] | No
     return pull
 
 
-def _drifting(module: nn.Module, drift: StateDict, learning_rate: float) -> Callable[..., None]:
-    """Adds drift * learning_rate to the parameters that train."""
-    moved = [(p.data, drift[name]) for name, p in module.named_parameters() if p.requires_grad]
+def drifting(named: Iterable[tuple[str, Tensor]], drift: StateDict, learning_rate: float) -> Callable[..., None]:
+    """Adds drift * learning_rate to these parameters."""
+    moved = [(parameter.detach(), drift[name]) for name, parameter in named]
 
     def move(*_: object) -> None:
         for parameter, way in moved:

@@ -1,16 +1,16 @@
 """What a job that stays does while its next model is made and travels: it trains on from its own weights.
 
 What it handed in is on its way into that model. So what it changed since then is all that is carried over, as one
-update of weight 1 would be: parameters by their difference, statistics and counters as they are. Part of the worker:
-Python 3.9; torch is loaded where tensors are touched.
+update of weight 1 would be: parameters by their difference, low-rank factors by that of their products, statistics and
+counters as they are. Part of the worker: Python 3.9; torch is loaded where tensors are touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedqueue.protocol.aggregation import PARAMETER
+from fedqueue.protocol.aggregation import FACTOR, PARAMETER
 from fedqueue.worker.job_folder import Header, Tensors, is_torch, torch_type
 
 
@@ -45,13 +45,23 @@ class Ahead:
         if self._now is None or self._handed_in is None:
             return model
         carried = {}
+        sides = [(_matrices(model), 1.0), (_matrices(self._handed_in), -1.0), (_matrices(self._now), 1.0)]
+        kept: dict[str, Any] = {}
         for name, value in model.items():
             now, before = self._now[name], self._handed_in[name]
             if roles[name] == PARAMETER:
                 precise = torch.promote_types(value.dtype, torch.float32)
                 now = torch.sub(now.to(precise), before.to(precise)).add_(value)  # large models: few copies
+            elif roles[name] == FACTOR:
+                from fedqueue.low_rank import weighted_factors  # loads numpy
+
+                now = torch.from_numpy(weighted_factors(name, sides, kept))
             carried[name] = now.to(value.dtype)
         return carried
+
+
+def _matrices(tensors: Tensors) -> Callable[[str], Any]:
+    return lambda name: tensors[name].double().numpy()
 
 
 def _copied(tensors: Mapping[str, Any]) -> Tensors:

@@ -1,0 +1,506 @@
+"""The task "causal-lm": a Hugging Face language model learns the answers of instruction files, whole or by adapters.
+
+    python -m fedqueue.training.causal_lm RUN MODEL OUT     makes a folder that transformers reads of a run's model
+
+Models, tokenizers and chat templates are those of `transformers`, adapters those of `peft`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedqueue.aggregate import StateDict
+from fedqueue.errors import ConfigError, TaskError
+from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
+from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
+from fedqueue.training.instructions import (
+    Conversation,
+    Example,
+    count_records,
+    pack,
+    prompt_tokens,
+    read_conversations,
+    tokenize,
+    with_template,
+)
+from fedqueue.training.job import StoredTask, TaskSettings
+from fedqueue.training.tasks import (
+    Task,
+    Trained,
+    batches,
+    blaming,
+    chosen_samples,
+    derive_seed,
+    drifting,
+    make_optimizer,
+    proximal_pull,
+    seed_of_job,
+    seeded,
+    share_out_targets,
+)
+
+IGNORED = -100
+"""The target of a token that is not learnt."""
+
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+# Sequences ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Examples side by side in rows of equal length; the rest of a row is filled with tokens that nobody learns."""
+
+    tokens: Tensor
+    positions: Tensor
+    """Of each token in its own example, from 0: by them a model knows where another example begins."""
+    targets: Tensor
+    """The token that follows, where it is learnt; elsewhere `IGNORED`."""
+    examples: Tensor
+    """How many there are in each row."""
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], length: int, filler: int, *, together: bool) -> Sequences:
+        rows = pack([len(example.tokens) for example in examples], length, together=together)
+        longest = max(sum(len(examples[number].tokens) for number in row) for row in rows)
+        shape = (len(rows), longest)
+        made = cls(
+            tokens=torch.full(shape, filler, dtype=torch.int32),
+            positions=torch.zeros(shape, dtype=torch.int32),
+            targets=torch.full(shape, IGNORED, dtype=torch.int32),
+            examples=torch.tensor([len(row) for row in rows]),
+        )
+        for place, row in enumerate(rows):
+            start = 0
+            for example in (examples[number] for number in row):
+                end = start + len(example.tokens)
+                tokens = torch.tensor(example.tokens, dtype=torch.int32)
+                made.tokens[place, start:end] = tokens
+                made.positions[place, start:end] = torch.arange(end - start)
+                made.targets[place, start : end - 1] = tokens.where(torch.tensor(example.is_answer), IGNORED)[1:]
+                start = end
+            made.positions[place, start:] = torch.arange(longest - start)
+        return made
+
+    def pieces(self, rows: Tensor, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens, positions and targets of these rows, so many rows at a time."""
+        for piece in torch.split(rows, size):
+            tokens, positions, targets = (
+                part[piece].to(device, torch.int64) for part in (self.tokens, self.positions, self.targets)
+            )
+            yield tokens, positions, targets
+
+
+# The model ------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(settings: CausalSettings) -> Any:
+    from transformers import AutoTokenizer
+
+    folder, options = _place_of(settings.model)
+    return with_template(AutoTokenizer.from_pretrained(folder, **options))
+
+
+def load_model(settings: CausalSettings) -> Any:
+    """The pretrained model, on the processor. Weights that train are in single precision."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder, options = _place_of(settings.model)
+    is_half = settings.lora is not None and settings.precision == "bfloat16"
+    dtype = torch.bfloat16 if is_half else torch.float32
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    if settings.checkpointing:
+        # By its new name, where there is one: the other warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def _place_of(model: str) -> tuple[Path, dict[str, Any]]:
+    """The folder, and what else `from_pretrained` is told; it never asks a network."""
+    path = Path(model)
+    if path.suffix == ".gguf" and path.is_file():
+        return path.parent, {"gguf_file": path.name, "local_files_only": True}
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{PLACE}.model: {path} is neither a folder with a config.json nor a .gguf file")
+    return path, {"local_files_only": True}
+
+
+def with_adapters(model: Any, settings: LoraSettings) -> Any:
+    import peft
+
+    targets: str | list[str] = settings.targets
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    made = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
+            lora_dropout=settings.dropout,
+            target_modules=targets,
+        ),
+    )
+    if settings.averaging == "frozen-a":
+        for name, parameter in made.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+    return made
+
+
+def travelling(model: Any) -> StateDict:
+    """The tensors that travel, as they are in the model: its adapters, if it has any, else all, each once."""
+    if hasattr(model, "peft_config"):
+        import peft
+
+        return dict(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    once: dict[int, str] = {}  # tied weights have two names
+    tensors = model.state_dict()
+    for name, tensor in tensors.items():
+        once.setdefault(tensor.data_ptr(), name)
+    return {name: tensors[name] for name in once.values()}
+
+
+def takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def keeps_examples_apart(model: Any) -> bool:
+    """Whether a token sees only its own example where positions begin anew: tried with two different neighbours."""
+    if not takes_positions(model):
+        return False
+    model.eval()
+    positions = torch.arange(8).repeat(2)[None]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    second = torch.arange(8) % vocabulary
+    with torch.inference_mode():
+        seen = [
+            model(torch.cat([(second + shift) % vocabulary, second])[None], position_ids=positions, use_cache=False)
+            for shift in (1, vocabulary // 2)
+        ]
+    return torch.allclose(seen[0].logits[:, 8:], seen[1].logits[:, 8:], atol=1e-5)
+
+
+# The task -------------------------------------------------------------------------------------------------
+
+
+class CausalTask(Task):
+    """A language model, and instruction files of the facilities, which are read when they are needed."""
+
+    def __init__(self, settings: TaskSettings, facilities: int, seed: int) -> None:
+        self.name = settings.name
+        self._settings = settings
+        self._options = read_options(settings.options)
+        self._seed = seed
+        self._device = torch.device(settings.device)
+        self._facilities = facilities
+        self._is_changed = False
+        self._sequences: dict[int, Sequences] = {}
+        files = self._options.train
+        if isinstance(files, dict):
+            if len(files) != facilities:
+                raise ConfigError(f"{PLACE}.train: names {len(files)} files for {facilities} facilities")
+            if settings.train_samples is not None:
+                raise ConfigError(f"train_samples needs one file to choose from, but {PLACE}.train names several")
+        elif files is not None and settings.partition == "dirichlet" and self._options.label is None and facilities > 1:
+            raise ConfigError(
+                f"partition 'dirichlet' needs {PLACE}.label, the field by which one file is split; or use 'iid'"
+            )
+
+    # What the run asks for
+
+    def initial_model(self) -> StateDict:
+        model = self._make_model() if self._is_changed else self._model
+        return {name: tensor.detach().clone() for name, tensor in travelling(model).items()}
+
+    def declared_roles(self) -> dict[str, str]:
+        lora = self._options.lora
+        if lora is None:
+            return buffer_roles(self._model)
+        if lora.averaging == "product":
+            return dict.fromkeys(self._tensors, FACTOR)
+        # What nobody trains must not be changed by the rounding of a sum either: it is taken from the newest.
+        return {name: COUNTER for name in self._tensors if lora.averaging == "frozen-a" and "lora_A" in name}
+
+    def data_sizes(self) -> tuple[int, ...]:
+        """Examples of each facility; where others train, nobody knows, and all count the same."""
+        files = self._options.train
+        if files is None:
+            return (1,) * self._facilities
+        if isinstance(files, dict):
+            return tuple(count_records(Path(file)) for file in files.values())
+        return tuple(len(part) for part in self._shares[1])
+
+    def train(
+        self,
+        *,
+        facility: int,
+        model: StateDict,
+        steps: int,
+        learning_rate: float,
+        key: int,
+        during: Iterable[object] | None = None,
+        drift: StateDict | None = None,
+    ) -> Trained:
+        if steps < 1:
+            raise ValueError(f"steps must be 1 or more, found {steps}")
+        sequences = self._training_sequences(facility)
+        rows = torch.arange(len(sequences.tokens))
+        job_seed = seed_of_job(self._seed, facility, key)
+        with blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
+            schedule = batches(rows, self._settings.batch_size, steps, torch.Generator().manual_seed(job_seed))
+            if during is not None:
+                schedule = (batch for _, batch in zip(during, schedule, strict=False))
+            self._load(model)
+            optimizer = make_optimizer(self._model, self._settings, learning_rate)
+            if drift is not None:
+                optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
+            done, samples, total = self._train_steps(optimizer, sequences, schedule)
+            trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return Trained(model=trained, samples=samples, loss=total / max(1, done))
+
+    def score(self, model: StateDict) -> dict[str, float]:
+        """The mean loss over the tokens of all test answers; the score is minus that, or the share of exact matches."""
+        tests = self._tests
+        with blaming(self.name, "scoring"):
+            self._load(model)
+            self._model.eval()
+            found = {name: self._score_file(*test) for name, test in tests.items()}
+        metrics = _mean_metrics([metrics for metrics, _ in found.values()], [counts for _, counts in found.values()])
+        if len(found) > 1:
+            metrics |= {f"{key}/{name}": value for name, (own, _) in found.items() for key, value in own.items()}
+        best = -metrics["loss"] if self._options.score == "loss" else metrics["exact_match"]
+        return {"score": best, **metrics}
+
+    def export(self, model: StateDict, folder: Path) -> None:
+        """Writes a folder that transformers, or peft, reads."""
+        self._load(model)
+        self._model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+    # The model
+
+    def _make_model(self) -> Any:
+        return self._with_adapters(load_model(self._options))
+
+    def _with_adapters(self, model: Any) -> Any:
+        if self._options.lora is None:
+            return model
+        with seeded(derive_seed("model", self._seed), torch.device("cpu")), blaming(self.name, "making adapters"):
+            return with_adapters(model, self._options.lora)
+
+    @cached_property
+    def _pretrained(self) -> tuple[Any, bool, bool]:
+        """The model on the device; whether it takes positions; and whether several examples share a sequence."""
+        with blaming(self.name, f"loading {self._options.model}"):
+            model = load_model(self._options)
+            apart = self._options.packing and keeps_examples_apart(model)
+        if self._options.packing and not apart:
+            print(
+                f"{type(model).__name__} lets examples of one sequence see each other, so each has a sequence of its "
+                "own (packing = false)",
+                file=sys.stderr,
+            )
+        positions = takes_positions(model)
+        return self._with_adapters(model).to(self._device), positions, apart
+
+    @property
+    def _model(self) -> Any:
+        return self._pretrained[0]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return torch.compile(self._model) if self._options.compile else self._model
+
+    @cached_property
+    def _tensors(self) -> StateDict:
+        return travelling(self._model)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        with blaming(self.name, f"loading the tokenizer of {self._options.model}"):
+            return load_tokenizer(self._options)
+
+    def _load(self, model: StateDict) -> None:
+        self._is_changed = True
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(model[name])
+
+    def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that the optimizer changes, by the names under which they travel."""
+        trained = {parameter.data_ptr() for parameter in self._model.parameters() if parameter.requires_grad}
+        return ((name, tensor) for name, tensor in self._tensors.items() if tensor.data_ptr() in trained)
+
+    # Files
+
+    @cached_property
+    def _shares(self) -> tuple[list[Conversation], list[Tensor]]:
+        """The records of the one file, and the numbers of those that each facility has."""
+        assert isinstance(self._options.train, str)
+        records = read_conversations(Path(self._options.train), self._options.fields, self._options.label)
+        labels = sorted({record.label or "" for record in records})
+        numbers = {label: number for number, label in enumerate(labels)}
+        targets = torch.tensor([numbers[record.label or ""] for record in records])
+        return records, share_out_targets(targets, self._settings, self._facilities, self._seed)
+
+    def _training_sequences(self, facility: int) -> Sequences:
+        if facility not in self._sequences:
+            files = self._options.train
+            if files is None:
+                raise ConfigError(f"{PLACE}.train: is missing; name the file to train on")
+            if isinstance(files, dict):
+                file = list(files.values())[facility]
+                records = read_conversations(Path(file), self._options.fields)
+            else:
+                file, (all_records, shares) = files, self._shares
+                records = [all_records[number] for number in shares[facility].tolist()]
+            self._sequences[facility] = self._sequences_of(records, file)
+        return self._sequences[facility]
+
+    @cached_property
+    def _tests(self) -> dict[str, tuple[Sequences, list[Conversation]]]:
+        """By name: what is scored by its loss, and what the model has to answer."""
+        files = self._options.test
+        if files is None:
+            raise ConfigError(f"{PLACE}.test: is missing; name the file to score on")
+        made = {}
+        for name, file in (files if isinstance(files, dict) else {"": files}).items():
+            records = read_conversations(Path(file), self._options.fields)
+            chosen = chosen_samples(len(records), self._settings.test_samples, "test_samples", self._seed)
+            if chosen is not None:
+                records = [records[number] for number in chosen.tolist()]
+            answered = records[: self._options.answers] if self._options.measures else []
+            made[name] = (self._sequences_of(records, file), answered)
+        return made
+
+    def _sequences_of(self, records: Sequence[Conversation], file: str) -> Sequences:
+        most = self._options.sequence_length
+        examples = [tokenize(self._tokenizer, record) for record in records]
+        fitting = [example for example in examples if len(example.tokens) <= most]
+        if not fitting:
+            raise TaskError(f"{file}: every example is longer than {most} tokens; raise {PLACE}.sequence_length")
+        if left := len(examples) - len(fitting):
+            print(
+                f"{file}: {left} of {len(examples)} examples are longer than {most} tokens: left out", file=sys.stderr
+            )
+        filler = self._tokenizer.pad_token_id or 0
+        return Sequences.of(fitting, most, filler, together=self._pretrained[2])
+
+    # Steps and scores
+
+    def _train_steps(
+        self, optimizer: torch.optim.Optimizer, sequences: Sequences, schedule: Iterable[Tensor]
+    ) -> tuple[int, int, float]:
+        """How many steps, of how many examples, and the sum of their losses."""
+        self._model.train()
+        pull = proximal_pull(self._model, self._settings.proximal)
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        done, samples, total = 0, 0, torch.zeros((), device=self._device)
+        for rows in schedule:
+            optimizer.zero_grad()
+            learnt = int((sequences.targets[rows] != IGNORED).sum())
+            for piece in sequences.pieces(rows, self._options.sequences_at_once or len(rows), self._device):
+                loss = self._sum_of_losses(*piece) / learnt
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            if pull is not None:
+                pull()
+            if self._options.gradient_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, self._options.gradient_norm)
+            optimizer.step()
+            done, samples = done + 1, samples + int(sequences.examples[rows].sum())
+        return done, samples, float(total)
+
+    def _sum_of_losses(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+        where = {"position_ids": positions} if self._pretrained[1] else {}
+        with self._precision():
+            logits = self._compiled(tokens, use_cache=False, **where).logits
+        learnt = targets != IGNORED
+        return nn.functional.cross_entropy(logits[learnt].float(), targets[learnt], reduction="sum")
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._options.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _score_file(self, test: Sequences, asked: Sequence[Conversation]) -> tuple[dict[str, float], dict[str, int]]:
+        """The metrics of one file, and of how many tokens or answers each is the mean."""
+        rows, size = torch.arange(len(test.tokens)), self._options.sequences_at_once or self._settings.batch_size
+        with torch.inference_mode():
+            total = sum(float(self._sum_of_losses(*piece)) for piece in test.pieces(rows, size, self._device))
+            answers = [answer for start in range(0, len(asked), size) for answer in self._answers(asked[start:][:size])]
+        counts = {"loss": int((test.targets != IGNORED).sum())}
+        metrics = {"loss": total / counts["loss"]}
+        if "exact_match" in self._options.measures:
+            counts["exact_match"] = len(asked)
+            right = sum(answer.strip() == record.answer.strip() for answer, record in zip(answers, asked, strict=True))
+            metrics["exact_match"] = right / len(asked)
+        if "numeric_error" in self._options.measures:
+            wanted = [
+                (NUMBER.search(record.answer), NUMBER.search(a)) for record, a in zip(asked, answers, strict=True)
+            ]
+            errors = [abs(float(want[0]) - float(got[0])) for want, got in wanted if want and got]
+            counts["numeric_answers"] = sum(want is not None for want, _ in wanted)
+            if counts["numeric_answers"]:
+                metrics["numeric_answers"] = len(errors) / counts["numeric_answers"]
+            if errors:
+                counts["numeric_error"], metrics["numeric_error"] = len(errors), sum(errors) / len(errors)
+        return metrics, counts
+
+    def _answers(self, asked: Sequence[Conversation]) -> list[str]:
+        """What the model writes to these prompts, always the likeliest token."""
+        prompts = [prompt_tokens(self._tokenizer, record) for record in asked]
+        longest = max(map(len, prompts))
+        filler = self._tokenizer.pad_token_id or 0
+        tokens = torch.tensor([[filler] * (longest - len(prompt)) + prompt for prompt in prompts])
+        given = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with self._precision():
+            written = self._model.generate(
+                input_ids=tokens.to(self._device),
+                attention_mask=given.to(self._device),
+                max_new_tokens=self._options.answer_tokens,
+                do_sample=False,
+                pad_token_id=filler,
+            )
+        return [self._tokenizer.decode(row[longest:], skip_special_tokens=True) for row in written]
+
+
+def _mean_metrics(metrics: Sequence[dict[str, float]], counts: Sequence[dict[str, int]]) -> dict[str, float]:
+    """Of several files: each metric weighed by how many tokens or answers it is the mean of."""
+    made = {}
+    for key in dict.fromkeys(key for own in metrics for key in own):
+        parts = [(own[key], count[key]) for own, count in zip(metrics, counts, strict=True) if key in own]
+        made[key] = sum(value * count for value, count in parts) / sum(count for _, count in parts)
+    made["perplexity"] = float(torch.tensor(made["loss"], dtype=torch.float64).exp())
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    from safetensors.torch import load_file
+
+    if len(arguments) != 3:
+        print("usage: python -m fedqueue.training.causal_lm RUN MODEL OUT", file=sys.stderr)
+        return 2
+    run, model, out = map(Path, arguments)
+    stored = StoredTask.load(run / "task.json")
+    CausalTask(stored.task, len(stored.facilities), stored.seed).export(load_file(model), out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
