@@ -311,7 +311,8 @@ class FleetLearning(Learning):
             ticket, training = self._updates[share.key]
             assert ticket.row is not None  # it arrived, so it was waited for
             base = self._models[training.work.base_version].parts
-            contributions.append(Contribution(weight=share.weight, trained=rows.parts(ticket.row), base=base))
+            parts = rows.parts(ticket.row)
+            contributions.append(Contribution(weight=share.weight, trained=parts, base=base, clip=share.clip))
         current = self._models[command.from_version].parts
         is_first = command.from_version == 0
         if command.step is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedqueue.protocol.aggregation import COUNTER, PARAMETER, STATISTIC, find_roles, model_factors, statistic_factors
 from fedqueue.protocol.messages import ServerStep
-from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
+from fedqueue.tensorfile import Kind, finite_root, misfit_of_kinds, not_finite
 
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""
@@ -38,6 +38,8 @@ class Contribution:
     """The model after the facility's steps."""
     base: StateDict
     """The model those steps started from (the same object for all updates of one version)."""
+    clip: float = 1.0
+    """Of the change from base to trained, the part that counts."""
 
 
 def aggregate(
@@ -174,6 +176,21 @@ class Variates:
         self._changes.pop(key, None)
 
 
+def norm_of_change(trained: StateDict, base: StateDict, roles: Mapping[str, str]) -> float:
+    """How far the parameters are from those of the base (L2), finite in any case.
+
+    >>> zero, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    >>> norm_of_change(ones, zero, {"w": "parameter"})
+    2.0
+    """
+    total = 0.0
+    for name in (name for name, role in roles.items() if role == PARAMETER):
+        values = [torch.view_as_real(t) if t.is_complex() else t for t in (trained[name], base[name])]
+        flat = [value.reshape(-1).double() for value in values]
+        total += float((flat[0] - flat[1]).square().sum())
+    return finite_root(total)
+
+
 def agreement(contributions: Sequence[Contribution], roles: Mapping[str, str]) -> float | None:
     """How far the deltas of the parameters agree: |sum of w*Delta|^2 over the sum of w*|Delta|^2, for weights that sum
     to one. None: there are fewer than two, or none is a change.
@@ -202,6 +219,7 @@ def sums_of_changes(contributions: Sequence[Contribution], roles: Mapping[str, s
             mean = torch.zeros_like(contributions[0].base[name], dtype=torch.float64)
             for contribution in contributions:
                 delta = contribution.trained[name].double() - contribution.base[name].double()
+                delta *= contribution.clip
                 mean.add_(delta, alpha=contribution.weight / total)
                 sums[1] += contribution.weight / total * delta.square().sum()
             sums[0] += mean.square().sum()
@@ -246,9 +264,9 @@ def _terms(
     models = {id(current): current}
     for contribution in contributions:
         models |= {id(contribution.base): contribution.base, id(contribution.trained): contribution.trained}
-    shares = [(c.weight, id(c.trained), id(c.base)) for c in contributions]
+    shares = [(c.weight, id(c.trained), id(c.base), c.clip) for c in contributions]
     deltas = model_factors(id(current), shares, rule, of_change=of_change)
-    trained = [(c.weight, id(c.trained)) for c in contributions]
+    trained = [(c.weight * c.clip, id(c.trained)) for c in contributions]
     means = statistic_factors(id(current), trained, rule, from_first=from_first)
     return [(models[key], factor) for key, factor in deltas.items()], [(models[key], f) for key, f in means.items()]
 

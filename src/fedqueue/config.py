@@ -24,6 +24,7 @@ from fedqueue.protocol.codec import at_least, more_than, read, share
 from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
+from fedqueue.protocol.trust import Trust
 from fedqueue.training.job import TaskSettings
 
 MOST_STEPS = 1e9  # a second: more is a slip of the pen
@@ -289,6 +290,7 @@ class Config:
     task: TaskSettings = field(default_factory=TaskSettings)
     strategy: dict[str, Any] = field(default_factory=dict)  # options of every strategy there is
     failures: FailurePolicy = field(default_factory=FailurePolicy)
+    trust: Trust = field(default_factory=Trust)
     fault: list[FaultSettings] = field(default_factory=list)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     model: ModelSettings = field(default_factory=ModelSettings)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import prod, sqrt
 from pathlib import Path
 from typing import BinaryIO, Final, Self
 
@@ -71,6 +72,7 @@ __all__ = [
     "copy",
     "describe",
     "misfit_of_kinds",
+    "norm_of_change",
     "not_finite",
     "read_header",
     "select",
@@ -112,6 +114,8 @@ class FileContribution:
     """The model those steps started from."""
     base_key: Hashable
     """The same for all updates from the same base, such as its version: it is then read once."""
+    clip: float = 1.0
+    """Of the change from base to trained, the part that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +336,15 @@ def _make(
     now = ("current",)
     fresh = {c.base_key for c in contributions if c.base.resolve() == current.resolve()}
     paths: dict[Hashable, Path] = {now: current}
-    shares: list[tuple[float, Hashable, Hashable]] = []
+    shares: list[tuple[float, Hashable, Hashable, float]] = []
     for c in contributions:
         base: Hashable = now if c.base_key in fresh else ("base", c.base_key)
         trained: Hashable = ("trained", c.trained)
         paths |= {base: c.base, trained: c.trained}
-        shares.append((c.weight, trained, base))
+        shares.append((c.weight, trained, base, c.clip))
     deltas = model_factors(now, shares, rule, of_change=step is not None)
-    means = statistic_factors(now, [(weight, key) for weight, key, _ in shares], rule, from_first=from_first)
+    trained_by = [(weight * part, key) for weight, key, _, part in shares]
+    means = statistic_factors(now, trained_by, rule, from_first=from_first)
     with ExitStack() as stack:
         like = _Source.open(stack, current, content=content)
         sources: dict[Hashable, _Source] = {now: like}
@@ -394,19 +399,43 @@ def agreement(contributions: Sequence[FileContribution]) -> float | None:
             if c.base_key not in bases:
                 bases[c.base_key] = _Source.open(stack, c.base)
         like = bases[contributions[0].base_key]
-        terms = [(c.weight / total, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions]
+        terms = [
+            (c.weight / total, c.clip, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions
+        ]
         role_of = roles(like.header, contributions[0].base)
         for entry in like.header.entries.values():
             if role_of[entry.name] != PARAMETER or not entry.number.bits or entry.code == "C64":
                 continue
             for start in range(0, entry.values, LOOK_EVERY * CHUNK_VALUES):
                 mean = np.zeros(min(CHUNK_VALUES, entry.values - start))
-                for share, trained, base in terms:
+                for share, part, trained, base in terms:
                     delta = trained.values(entry.name, start, len(mean)) - base.values(entry.name, start, len(mean))
+                    delta *= part
                     mean += share * delta
                     apart += share * float(delta @ delta)
                 together += float(mean @ mean)
     return together / apart if apart > 0 else None
+
+
+def norm_of_change(trained: Path, base: Path) -> float:
+    """As `fedqueue.aggregate.norm_of_change`, of a file that has passed `check` against its base."""
+    total = 0.0
+    with ExitStack() as stack, np.errstate(all="ignore"):
+        like = _Source.open(stack, base)
+        source = _Source.open(stack, trained, like)
+        role_of = roles(like.header, base)
+        for entry in like.header.entries.values():
+            if role_of[entry.name] != PARAMETER:
+                continue
+            for start, length in _pieces(entry):
+                delta = source.values(entry.name, start, length) - like.values(entry.name, start, length)
+                total += float(np.square(delta, out=delta).sum())
+    return finite_root(total)
+
+
+def finite_root(total: float) -> float:
+    """The square root; of more than a number holds, that of the largest number."""
+    return sqrt(min(total, sys.float_info.max))
 
 
 @contextmanager
@@ -565,10 +594,11 @@ class _Source:
             self.content.must_have(self.path, place, piece)
 
     def values(self, name: str, start: int, count: int) -> Buffer:
-        """So many numbers of a tensor, from this one on, in double precision."""
+        """So many real numbers of a tensor, from this one on, in double precision."""
         place = self.header.entries[name]
-        raw = np.empty(count * place.number.size, np.uint8)
-        self.read(raw, place.begin + start * place.number.size)
+        size = place.number.size // _parts(place)
+        raw = np.empty(count * size, np.uint8)
+        self.read(raw, place.begin + start * size)
         return _widened(raw, place.code, np.empty(count, "<f8"))
 
     def must_be_unchanged(self) -> None:

@@ -532,6 +532,7 @@ class Coordinator:
                 trained=self.store.path(receipt.digest),
                 base=self.store.path(self.outcomes.models[receipt.base_version]),
                 base_key=self.outcomes.models[receipt.base_version],
+                clip=share.clip,
             )
             for share in (command.weights if command is not None else ())
             for receipt in [self.state.held_updates()[share.key]]

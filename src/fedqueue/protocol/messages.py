@@ -361,10 +361,13 @@ class Share:
     weight: float
     part: int = later(default=0)
     again: bool = later(default=False)  # it was in an earlier model, and stands in for its facility, which is absent
+    clip: float = later(default=1.0)  # of the change that it makes, the part that counts
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
             raise bad(self, "weight", "finite and 0 or more")
+        if not 0 <= self.clip <= 1:
+            raise bad(self, "clip", "from 0 to 1")
 
     @property
     def key(self) -> UpdateKey:

@@ -53,6 +53,10 @@ class Learning:
         """Why this update cannot be used, or None."""
         return "not finite (simulated)" if key in self._corrupt else None
 
+    def norm(self, key: UpdateKey) -> float | None:
+        """How far this update moves the parameters; None: nobody measures it."""
+        return None
+
     def aggregate(self, command: Aggregate) -> float | None:
         """Make a model. Returns how far its updates agree, if that is asked for and known."""
         return None
@@ -129,12 +133,16 @@ class RealLearning(Learning):
         trained, base = self._updates[key]
         return self._rules.misfit(trained, self._models[base])
 
+    def norm(self, key: UpdateKey) -> float | None:
+        trained, base = self._updates[key]
+        return self._rules.norm_of_change(trained, self._models[base], self.roles)
+
     def aggregate(self, command: Aggregate) -> float | None:
         contributions = []
         for share in command.weights:
             trained, base = self._updates[share.key]
             contributions.append(
-                self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base])
+                self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base], clip=share.clip)
             )
         current = self._models[command.from_version]
         is_first = command.from_version == 0
