@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fedqueue import tensorfile
-from fedqueue.aggregate import Contribution, aggregate, norm_of_change
+from fedqueue.aggregate import Contribution, aggregate, norm_of_change, take_step
+from fedqueue.combining import combined
 from fedqueue.config import parse
 from fedqueue.ledger import LedgerReader
 from fedqueue.protocol.contract import facility_of
-from fedqueue.protocol.messages import Aggregate
+from fedqueue.protocol.messages import Aggregate, Guard, ServerStep
 from fedqueue.protocol.trust import Norms, Say, at_most_one
 from fedqueue.sim.runner import simulate
 from tests.conftest import facility
@@ -130,6 +132,111 @@ def test_a_clipped_sum_is_the_same_in_memory_and_by_file_and_what_its_definition
     tensorfile.aggregate(folder / "base0", outside, rule, folder / "out")
     assert torch.equal(load_file(folder / "out")["w"], made)
     assert torch.allclose(made.double(), precise, rtol=2e-2, atol=5e-2 if dtype != torch.float64 else 1e-9)
+
+
+GUARDS = [None, *(Guard(rule=rule, hostile=0.25) for rule in ("median", "trimmed", "krum"))]
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    seed=st.integers(0, 2**32),
+    rule=st.sampled_from(["add_deltas", "mix_models"]),
+    guard=st.sampled_from(GUARDS),
+    step=st.sampled_from([None, ServerStep(rate=0.1, beta1=0.9, beta2=0.99, epsilon=1e-3)]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    shares=st.lists(
+        st.tuples(st.floats(0, 1), st.sampled_from([1.0, 0.3]), st.integers(0, 1), NAMES), min_size=1, max_size=6
+    ),
+)
+def test_every_rule_gives_the_same_bits_in_memory_and_by_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    rule: str,
+    guard: Guard | None,
+    step: ServerStep | None,
+    dtype: torch.dtype,
+    shares: list[tuple[float, float, int, str]],
+) -> None:
+    folder, generator = tmp_path_factory.mktemp("models"), torch.Generator().manual_seed(seed)
+
+    def model() -> dict[str, torch.Tensor]:
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        return {
+            "w": draw(5, 3).to(dtype),
+            "empty": draw(0).to(dtype),
+            "phase": torch.view_as_complex(draw(2, 2).float()),
+            "norm.running_var": draw(4).square().to(dtype),
+            "norm.num_batches_tracked": torch.randint(0, 3, (), generator=generator),
+            "mask": torch.rand(3, generator=generator) > 0.5,
+        }
+
+    bases = [model(), model()]
+    for number, base in enumerate(bases):
+        save_file(base, folder / f"base{number}")
+    inside, outside = [], []
+    for number, (weight, clip, which, voice) in enumerate(shares):
+        save_file(trained := model(), path := folder / f"update{number}")
+        inside.append(Contribution(weight=weight, trained=trained, base=bases[which], clip=clip, voice=voice))
+        there = folder / f"base{which}"
+        outside.append(
+            tensorfile.FileContribution(weight=weight, trained=path, base=there, base_key=which, clip=clip, voice=voice)
+        )
+    now, out = folder / "base0", folder / "out"
+    if step is None:
+        made = aggregate(bases[0], inside, rule, guard=guard)
+        tensorfile.aggregate(now, outside, rule, out, guard=guard)
+    else:
+        made, moments = take_step(bases[0], inside, rule, step, (), guard=guard)
+        files = [folder / "first", folder / "second"]
+        tensorfile.take_step(
+            now, outside, rule, out, tensorfile.FileStep(step=step, moments=(), out=files), guard=guard
+        )
+        for file, moment in zip(files, moments, strict=True):
+            for name, tensor in load_file(file).items():
+                assert torch.equal(tensor, moment[name]), name
+    for name, tensor in load_file(out).items():
+        assert torch.equal(tensor, made[name]), name
+    said = [c.trained["norm.running_var"].double() for c in inside if c.weight > 0]
+    if rule == "add_deltas" and said:
+        values = torch.stack(said)
+        assert (made["norm.running_var"].double() >= values.amin(dim=0)).all()
+        assert (made["norm.running_var"].double() <= values.amax(dim=0)).all()
+
+
+@given(
+    st.lists(st.tuples(st.floats(-(2.0**100), 2.0**100, width=32), st.floats(0.01, 1)), min_size=1, max_size=9),
+    st.sampled_from(GUARDS[1:]),
+)
+def test_what_a_rule_makes_lies_within_the_range_of_what_was_handed_in(
+    said: list[tuple[float, float]], guard: Guard
+) -> None:
+    values = np.array([[value] for value, _ in said], np.float32)
+    made = combined(values, [weight for _, weight in said], guard)
+    assert values.min() <= made[0] <= values.max()
+    if len(said) == 1:
+        assert made[0] == values[0, 0]
+
+
+@pytest.mark.parametrize("guard", GUARDS[1:], ids=lambda guard: guard.rule)
+@pytest.mark.parametrize("lie", [1e30, -1e30, -5.0, 0.0])
+def test_one_of_four_moves_no_rule_beyond_what_the_honest_say(guard: Guard, lie: float) -> None:
+    base = {"w": torch.zeros(3)}
+    said = [Contribution(weight=0.25, trained={"w": torch.full((3,), v)}, base=base) for v in (0.9, 1.0, 1.1, lie)]
+    made = aggregate(base, said, "add_deltas", guard=guard)["w"]
+    assert 0.9 <= made.min() <= made.max() <= 1.1, made
+
+
+def test_a_flood_of_one_facility_has_one_voice_under_every_rule() -> None:
+    base = {"w": torch.zeros(3)}
+    honest = [
+        Contribution(weight=0.25, trained={"w": torch.full((3,), v)}, base=base, voice=v) for v in (0.9, 1.0, 1.1)
+    ]
+    lies = [Contribution(weight=0.01, trained={"w": torch.full((3,), 1e6)}, base=base, voice="liar")] * 25
+    for guard in GUARDS[1:]:
+        made = aggregate(base, [*lies, *honest], "add_deltas", guard=guard)["w"]
+        assert 0.9 <= made.min() <= made.max() <= 1.1, (guard, made)
 
 
 # Honest training is not touched --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from fedqueue.aggregate import (
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
 from fedqueue.protocol.aggregation import buffer_roles, must_match
-from fedqueue.protocol.contract import UpdateKey
+from fedqueue.protocol.contract import UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.sim.learning import Learning, Training
@@ -312,14 +312,24 @@ class FleetLearning(Learning):
             assert ticket.row is not None  # it arrived, so it was waited for
             base = self._models[training.work.base_version].parts
             parts = rows.parts(ticket.row)
-            contributions.append(Contribution(weight=share.weight, trained=parts, base=base, clip=share.clip))
+            voice = facility_of(share.job_id)
+            contributions.append(
+                Contribution(weight=share.weight, trained=parts, base=base, clip=share.clip, voice=voice)
+            )
         current = self._models[command.from_version].parts
         is_first = command.from_version == 0
         if command.step is None:
-            made = aggregate(current, contributions, command.rule, rows.roles, from_first=is_first)
+            made = aggregate(current, contributions, command.rule, rows.roles, from_first=is_first, guard=command.guard)
         else:
             made, self._moments = take_step(
-                current, contributions, command.rule, command.step, self._moments, rows.roles, from_first=is_first
+                current,
+                contributions,
+                command.rule,
+                command.step,
+                self._moments,
+                rows.roles,
+                from_first=is_first,
+                guard=command.guard,
             )
         self._models[command.to_version] = _Model(rows, rows.join(made))
         self._used.update(share.key for share in command.weights)

@@ -153,7 +153,7 @@ def statistic_factors(current: K, shares: Sequence[tuple[float, K]], rule: str, 
 # Each tensor by its role ----------------------------------------------------------------------------------
 # Parameters are what training changes: they move by weighted deltas. Statistics are what layers measured (the running
 # mean and variance of batch normalisation): a difference of two of them means nothing, so they are averaged and stay
-# within the range of what was handed in. Counters are taken from the newest update.
+# within the range of what was handed in. Counters are what most facilities say.
 #
 # Roles of the usual layers are known by their names. A model's file may declare others (`declare_roles`), and a
 # config's [model.roles] has the last word.

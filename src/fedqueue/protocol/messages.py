@@ -59,6 +59,18 @@ class ServerStep:
         return 3 if self.largest else 2
 
 
+@message
+class Guard:
+    """How the changes of several facilities are combined when some may lie; without one, by their weighted mean.
+
+    median: of each parameter. trimmed: the mean without the least and the greatest of each. krum: the mean of those
+    that stand together. `hostile` is the share of facilities that may lie, rounded up, and fewer than half of them.
+    """
+
+    rule: Literal["median", "trimmed", "krum"]
+    hostile: float = 0.25
+
+
 RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry"]
 
 Fate = Literal["aggregated", "rejected", "expired", "after_end"]
@@ -388,6 +400,7 @@ class Aggregate:
     variates: float | None = later(default=None)
     """The server's control variate moves by so much of the weighted mean of how those of the facilities moved: the
     share of those who are back, by data weight. None: there are no control variates."""
+    guard: Guard | None = later(default=None)  # None: changes are summed by their weights
 
 
 @message

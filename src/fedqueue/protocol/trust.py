@@ -1,7 +1,8 @@
 """How far a facility is trusted with the model: its say is bounded, however much it sends and whatever it says.
 
-Two bounds, each by itself. A facility's say: of what counts, no more than its data weight. Clipping: no update moves
-the model much further than updates usually do.
+Three bounds, each by itself. A facility's say: of what counts, no more than its data weight. Clipping: no update moves
+the model much further than updates usually do. And rules by which updates are combined when some may lie; they are in
+fedqueue/combining.py, since they work on tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final, Literal
 
-from fedqueue.protocol.codec import at_least, message
+from fedqueue.protocol.codec import at_least, message, one_of
 
 KEPT_NORMS: Final = 5
 """Of each facility; who sends many has no more than that."""
@@ -24,7 +25,13 @@ class Trust:
     say: Literal["bounded", "unbounded"] = "bounded"
     clip: float = 5.0  # what is clipped is so many times larger than updates usually are; 0: nothing is
 
+    rule: Literal["mean", "median", "trimmed", "krum"] = "mean"  # by which updates are combined
+    hostile: float = 0.25  # share of the facilities that may mean harm, for "trimmed" and "krum"
+
     def __post_init__(self) -> None:
+        one_of(self, "rule", ("mean", "median", "trimmed", "krum"))
+        if not 0 <= self.hostile < 0.5:
+            raise ValueError(f"hostile must be from 0 to below 0.5, found {self.hostile}: no rule outvotes a majority")
         at_least(self, 0, "clip")
         if 0 < self.clip < 1:
             raise ValueError(f"clip must be 1 or more, or 0 for none, found {self.clip}")

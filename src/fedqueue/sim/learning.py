@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fedqueue.protocol.contract import Assignment, UpdateKey
+from fedqueue.protocol.contract import Assignment, UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.training.job import luck
 
@@ -142,15 +142,30 @@ class RealLearning(Learning):
         for share in command.weights:
             trained, base = self._updates[share.key]
             contributions.append(
-                self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base], clip=share.clip)
+                self._rules.Contribution(
+                    weight=share.weight,
+                    trained=trained,
+                    base=self._models[base],
+                    clip=share.clip,
+                    voice=facility_of(share.job_id),
+                )
             )
         current = self._models[command.from_version]
         is_first = command.from_version == 0
         if command.step is None:
-            made = self._rules.aggregate(current, contributions, command.rule, self.roles, from_first=is_first)
+            made = self._rules.aggregate(
+                current, contributions, command.rule, self.roles, from_first=is_first, guard=command.guard
+            )
         else:
             made, self._moments = self._rules.take_step(
-                current, contributions, command.rule, command.step, self._moments, self.roles, from_first=is_first
+                current,
+                contributions,
+                command.rule,
+                command.step,
+                self._moments,
+                self.roles,
+                from_first=is_first,
+                guard=command.guard,
             )
         if self._variates is not None and command.variates is not None:
             self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])

@@ -42,6 +42,7 @@ from fedqueue.protocol.messages import (
     FacilityLeft,
     Fate,
     ForecastIssued,
+    Guard,
     JobEnded,
     JobFailed,
     JobRequeued,
@@ -126,6 +127,8 @@ class Strategy:
         self._unsettled: dict[UpdateKey, Update] = {}
         self._say = Say({p.name: p.data_weight for p in plan.facilities}, plan.round_length)
         self._norms = Norms(plan.trust.clip)
+        trust = plan.trust
+        self._guard = None if trust.rule == "mean" else Guard(rule=trust.rule, hostile=trust.hostile)
         self._out: list[Command] = []
         self._stays: StayOptions = options if isinstance(options, StayOptions) else StayOptions()
 
@@ -401,6 +404,7 @@ class Strategy:
             agreement=agreement,
             step=step,
             variates=variates,
+            guard=self._guard,
         )
         self.want(command)
         clips = {share.key: share.clip for share in command.weights}
