@@ -128,6 +128,17 @@ def test_strategies_that_do_more_than_add_up_refuse_factors(strategy: str) -> No
         parse(tree)
 
 
+def test_so_do_rules_for_when_some_lie() -> None:
+    tree = {
+        "run": {"rounds": 1},
+        "model": {"roles": {"*lora*": "factor"}},
+        "trust": {"rule": "median"},
+        "facility": [{"name": "north"}],
+    }
+    with pytest.raises(ConfigError, match=r'trust\.rule: "median" cannot average products of factors'):
+        parse(tree)
+
+
 def test_adapters_in_half_precision_are_summed_in_double(tmp_path: Path) -> None:
     for seed, name in enumerate("cx"):
         save_file({k: t.bfloat16() for k, t in adapters(seed).items()}, tmp_path / name, metadata=declaration(ROLES))

@@ -18,6 +18,7 @@ from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.metrics import target_key
 from fedqueue.protocol.codec import read
+from fedqueue.protocol.trust import AS_PUBLISHED
 
 FOLDER: Final = "experiments"
 
@@ -219,6 +220,9 @@ class Experiment:
         """The config file of a run and its changes, as `fedqueue.config.load` takes them."""
         named = next((value.config for _, value in reversed(cell.under) if value.config), self.config)
         made = (
+            # The facilities of an experiment are honest, and every strategy is as published, unless it says otherwise.
+            f"trust.say={AS_PUBLISHED.say}",
+            f"trust.clip={AS_PUBLISHED.clip}",
             *self.changes,
             *(change for _, value in cell.under for change in value.changes),
             *cell.row.changes,

@@ -32,7 +32,7 @@ from fedqueue.aggregate import (
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
 from fedqueue.protocol.aggregation import buffer_roles, must_match
-from fedqueue.protocol.contract import UpdateKey
+from fedqueue.protocol.contract import UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.sim.learning import Learning, Training
@@ -332,14 +332,25 @@ class FleetLearning(Learning):
             ticket, training = self._updates[share.key]
             assert ticket.row is not None  # it arrived, so it was waited for
             base = self._models[training.work.base_version].parts
-            contributions.append(Contribution(weight=share.weight, trained=rows.parts(ticket.row), base=base))
+            parts = rows.parts(ticket.row)
+            voice = facility_of(share.job_id)
+            contributions.append(
+                Contribution(weight=share.weight, trained=parts, base=base, clip=share.clip, voice=voice)
+            )
         current = self._models[command.from_version].parts
         is_first = command.from_version == 0
         if command.step is None:
-            made = aggregate(current, contributions, command.rule, rows.roles, from_first=is_first)
+            made = aggregate(current, contributions, command.rule, rows.roles, from_first=is_first, guard=command.guard)
         else:
             made, self._moments = take_step(
-                current, contributions, command.rule, command.step, self._moments, rows.roles, from_first=is_first
+                current,
+                contributions,
+                command.rule,
+                command.step,
+                self._moments,
+                rows.roles,
+                from_first=is_first,
+                guard=command.guard,
             )
         if self._variates is not None and command.variates is not None:
             self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])

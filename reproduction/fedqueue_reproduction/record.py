@@ -21,6 +21,7 @@ from fedqueue.protocol.contract import JobId, Order
 from fedqueue.protocol.messages import Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
 from fedqueue.protocol.predict.base import quantile_of
 from fedqueue.protocol.state import RunState
+from fedqueue.protocol.trust import AS_PUBLISHED
 from fedqueue.runs import rounded
 from fedqueue.sim.runner import Learned, simulate
 
@@ -65,6 +66,8 @@ def fingerprint(config: Config) -> str:
     tree = {name: tree[name] for name in _DECIDE}
     tree["strategy"] = dataclasses.asdict(config.options())
     del tree["run"]["name"], tree["task"]["device"]
+    if config.trust != AS_PUBLISHED:
+        tree["trust"] = dataclasses.asdict(config.trust)
     text = json.dumps(_set_ones(tree), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

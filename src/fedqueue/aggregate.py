@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedqueue.combining import SAME, Combiner, most_say, voices
 from fedqueue.low_rank import Matrix, weighted_factors
 from fedqueue.protocol.aggregation import (
     COUNTER,
@@ -24,8 +26,9 @@ from fedqueue.protocol.aggregation import (
     model_factors,
     statistic_factors,
 )
-from fedqueue.protocol.messages import ServerStep
-from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
+from fedqueue.protocol.messages import Guard, ServerStep
+from fedqueue.tensorbytes import Buffer
+from fedqueue.tensorfile import Kind, finite_root, misfit_of_kinds, not_finite
 
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""
@@ -48,6 +51,10 @@ class Contribution:
     """The model after the facility's steps."""
     base: StateDict
     """The model those steps started from (the same object for all updates of one version)."""
+    clip: float = 1.0
+    """Of the change from base to trained, the part that counts."""
+    voice: Hashable = None
+    """Whose it is: all of one facility have one voice. None: it has a voice of its own."""
 
 
 def aggregate(
@@ -57,27 +64,40 @@ def aggregate(
     roles: Mapping[str, str] | None = None,
     *,
     from_first: bool = False,
+    guard: Guard | None = None,
 ) -> StateDict:
     """The next model; `contributions` are ordered oldest to newest and have passed `misfit`.
 
     Parameters, by rule "add_deltas": current + sum of weight * (trained - base); by rule "mix_models":
     current + sum of weight * (trained - current). Statistics: the weighted mean of what was handed in, never outside
-    its range (`statistic_factors`; `from_first`: the current model is the first of its run). Counters: those of the
-    newest contribution. Factors: those of the weighted sum of their products. `roles` of the tensors are found by their
-    names unless they are given.
-    Real and complex tensors are summed in at least single precision and keep the current model's type. No input is
-    modified.
+    its range (`statistic_factors`; `from_first`: the current model is the first of its run). Counters: what most say
+    (`most_say`). Factors: those of the weighted sum of their products. With a `guard`, its rule takes the place of sums
+    and means. `roles` of the tensors are found by their names unless they are given. Real and complex tensors are
+    summed in at least single precision and keep the current model's type. No input is modified.
 
     >>> one, three = {"w": torch.ones(1)}, {"w": torch.full((1,), 3.0)}
     >>> aggregate(one, [Contribution(weight=0.5, trained=three, base=one)], "add_deltas")
     {'w': tensor([2.])}
     """
-    deltas, means = _terms(current, contributions, rule, from_first=from_first)
-    if not contributions:
-        return dict(current)
     if roles is None:
         roles = roles_of(current)
-    newest = contributions[-1].trained
+    guarded = None if guard is None else _Guarded(current, contributions, rule, roles, guard, from_first=from_first)
+    return _next(current, contributions, rule, roles, guarded, from_first=from_first)
+
+
+def _next(
+    current: StateDict,
+    contributions: Sequence[Contribution],
+    rule: str,
+    roles: Mapping[str, str],
+    guarded: _Guarded | None,
+    *,
+    from_first: bool,
+) -> StateDict:
+    deltas, means = _terms(current, contributions, rule, from_first=from_first)
+    heard = voices(contributions)
+    if not contributions:
+        return dict(current)
     kept: dict[str, Matrix] = {}
     products = [(_matrices(model), factor) for model, factor in deltas]
 
@@ -85,7 +105,9 @@ def aggregate(
         if roles[name] == FACTOR:
             return torch.from_numpy(weighted_factors(name, products, kept)).to(like.device, like.dtype)
         if roles[name] == COUNTER:
-            return newest[name].to(like.dtype, copy=True)
+            return _most_say(like, [(contributions[v.members[-1][0]].trained[name], v.weight) for v in heard])
+        if guarded is not None:
+            return guarded.statistic(name) if roles[name] == STATISTIC else guarded.parameter(name)
         is_mean = roles[name] == STATISTIC
         return _weighted_sum(like, [(model[name], f) for model, f in (means if is_mean else deltas)], within=is_mean)
 
@@ -106,6 +128,7 @@ def take_step(
     roles: Mapping[str, str] | None = None,
     *,
     from_first: bool = False,
+    guard: Guard | None = None,
 ) -> tuple[StateDict, Moments]:
     """As `aggregate`, but parameters take a step of the server's optimizer; the moments from then on, too. `moments`
     are those of the current model, empty if there are none yet.
@@ -121,11 +144,15 @@ def take_step(
         roles = roles_of(current)
     changes = _terms(current, contributions, rule, from_first=from_first, of_change=True)[0]
     rest = {name: like for name, like in current.items() if roles[name] != PARAMETER}
-    made = aggregate(rest, contributions, rule, roles, from_first=from_first)
+    guarded = None if guard is None else _Guarded(current, contributions, rule, roles, guard, from_first=from_first)
+    made = _next(rest, contributions, rule, roles, guarded, from_first=from_first)
     after: Moments = tuple({} for _ in range(step.moments))
     with torch.no_grad():
         for name in (name for name in current if name not in rest):
-            change = _weighted_sum(_precise(current[name]), [(model[name], factor) for model, factor in changes])
+            if guarded is not None:
+                change = guarded.change(name)
+            else:
+                change = _weighted_sum(_precise(current[name]), [(model[name], factor) for model, factor in changes])
             before = [moment[name] for moment in moments]
             made[name], found = _stepped(current[name], change, step, before)
             for kept, moment in zip(after, found, strict=True):
@@ -148,6 +175,92 @@ def _stepped(now: Tensor, change: Tensor, step: ServerStep, moments: Sequence[Te
     largest = [torch.where(second > most, second, most) for most in largest]
     way = first * step.rate / (_square_root(largest[0] if largest else second) + step.epsilon)
     return (_precise(now) + way).to(now.dtype), [first, second, *largest]
+
+
+class _Guarded:
+    """Tensors combined by a guard's rule: on the processor, in the pieces in which `fedqueue.tensorfile` reads them."""
+
+    def __init__(
+        self,
+        current: StateDict,
+        contributions: Sequence[Contribution],
+        rule: str,
+        roles: Mapping[str, str],
+        guard: Guard,
+        *,
+        from_first: bool,
+    ) -> None:
+        self._current, self._contributions = current, contributions
+        self._combiner = Combiner(contributions, rule, guard, self._read, from_first=from_first)
+        self._combiner.look_at(
+            ((name, start), _number_type(like))
+            for name, like in current.items()
+            if roles[name] == PARAMETER
+            for start in self._starts(like)
+        )
+
+    @staticmethod
+    def _starts(like: Tensor) -> range:
+        return range(0, like.numel() * (2 if like.is_complex() else 1), CHUNK_VALUES)
+
+    def _read(self, place: int, which: str, piece: tuple[str, int], precision: np.dtype[Any]) -> Buffer:
+        model = self._current if which == "current" else getattr(self._contributions[place], which)
+        return _piece_of(model[piece[0]], piece[1], precision)
+
+    def change(self, name: str) -> Tensor:
+        like = self._current[name]
+        pieces = [self._combiner.change((name, start), _number_type(like)) for start in self._starts(like)]
+        if not pieces or any(piece is None for piece in pieces):
+            return torch.zeros_like(_precise(like))
+        return self._whole(pieces, like)
+
+    def parameter(self, name: str) -> Tensor:
+        like = self._current[name]
+        return (_precise(like) + self.change(name)).to(like.dtype)
+
+    def statistic(self, name: str) -> Tensor:
+        like, number = self._current[name], _number_type(self._current[name])
+        if not like.numel():
+            return like.clone()
+        pieces = [
+            self._combiner.statistic((name, start), number, _piece_of(like, start, number))
+            for start in self._starts(like)
+        ]
+        return self._whole(pieces, like).to(like.dtype)
+
+    @staticmethod
+    def _whole(pieces: Sequence[Buffer | None], like: Tensor) -> Tensor:
+        found = torch.from_numpy(np.concatenate([piece for piece in pieces if piece is not None])).to(like.device)
+        return torch.view_as_complex(found.reshape(*like.shape, 2)) if like.is_complex() else found.reshape(like.shape)
+
+
+def _number_type(like: Tensor) -> np.dtype[Any]:
+    return np.dtype("<f8" if like.dtype == torch.float64 else "<f4")
+
+
+def _piece_of(tensor: Tensor, start: int, precision: np.dtype[Any]) -> Buffer:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)[start : start + CHUNK_VALUES]
+    return np.asarray(flat.to(torch.float64 if precision.itemsize == 8 else torch.float32).cpu().numpy())
+
+
+def _most_say(like: Tensor, said: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """As `fedqueue.combining.most_say`, where the tensors are."""
+    if not said:
+        return like.clone()
+    values = torch.stack([tensor.to(like.dtype) for tensor, _ in said])
+    weights = [weight for _, weight in said]
+    if values.is_complex():
+        return torch.view_as_complex(_most(torch.view_as_real(values), weights))
+    return _most(values, weights)
+
+
+def _most(values: Tensor, weights: Sequence[float]) -> Tensor:
+    if values.device.type == "cpu" and values.dtype != torch.bfloat16:  # which numpy does not know
+        return torch.from_numpy(np.array(most_say(values.numpy(), weights)))
+    ranked, order = torch.sort(values, dim=0, stable=True)
+    reached = torch.tensor(weights, dtype=torch.float64, device=values.device)[order].cumsum(dim=0)
+    place = (reached >= (1 - SAME) * reached[-1:] / 2).to(torch.uint8).argmax(dim=0, keepdim=True)
+    return ranked.gather(0, place)[0]
 
 
 def _square_root(tensor: Tensor) -> Tensor:
@@ -193,6 +306,21 @@ class Variates:
         self._changes.pop(key, None)
 
 
+def norm_of_change(trained: StateDict, base: StateDict, roles: Mapping[str, str]) -> float:
+    """How far the parameters are from those of the base (L2), finite in any case.
+
+    >>> zero, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    >>> norm_of_change(ones, zero, {"w": "parameter"})
+    2.0
+    """
+    total = 0.0
+    for name in (name for name, role in roles.items() if role in MOVING):
+        values = [torch.view_as_real(t) if t.is_complex() else t for t in (trained[name], base[name])]
+        flat = [value.reshape(-1).double() for value in values]
+        total += float((flat[0] - flat[1]).square().sum())
+    return finite_root(total)
+
+
 def agreement(contributions: Sequence[Contribution], roles: Mapping[str, str]) -> float | None:
     """How far the deltas of the parameters agree: |sum of w*Delta|^2 over the sum of w*|Delta|^2, for weights that sum
     to one. None: there are fewer than two, or none is a change.
@@ -221,6 +349,7 @@ def sums_of_changes(contributions: Sequence[Contribution], roles: Mapping[str, s
             mean = torch.zeros_like(contributions[0].base[name], dtype=torch.float64)
             for contribution in contributions:
                 delta = contribution.trained[name].double() - contribution.base[name].double()
+                delta *= contribution.clip
                 mean.add_(delta, alpha=contribution.weight / total)
                 sums[1] += contribution.weight / total * delta.square().sum()
             sums[0] += mean.square().sum()
@@ -265,9 +394,9 @@ def _terms(
     models = {id(current): current}
     for contribution in contributions:
         models |= {id(contribution.base): contribution.base, id(contribution.trained): contribution.trained}
-    shares = [(c.weight, id(c.trained), id(c.base)) for c in contributions]
+    shares = [(c.weight, id(c.trained), id(c.base), c.clip) for c in contributions]
     deltas = model_factors(id(current), shares, rule, of_change=of_change)
-    trained = [(c.weight, id(c.trained)) for c in contributions]
+    trained = [(c.weight * c.clip, id(c.trained)) for c in contributions]
     means = statistic_factors(id(current), trained, rule, from_first=from_first)
     return [(models[key], factor) for key, factor in deltas.items()], [(models[key], f) for key, f in means.items()]
 

@@ -25,6 +25,7 @@ from fedqueue.protocol.plan import FailurePolicy
 from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.protocol.strategies.fedadam import ServerStepOptions
+from fedqueue.protocol.trust import Trust
 from fedqueue.training.causal_settings import CAUSAL_LM, averages_products, complete_options
 from fedqueue.training.job import TaskSettings
 
@@ -291,6 +292,7 @@ class Config:
     task: TaskSettings = field(default_factory=TaskSettings)
     strategy: dict[str, Any] = field(default_factory=dict)  # options of every strategy there is
     failures: FailurePolicy = field(default_factory=FailurePolicy)
+    trust: Trust = field(default_factory=Trust)
     fault: list[FaultSettings] = field(default_factory=list)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -406,6 +408,11 @@ def _check_factors(config: Config) -> None:
         raise ConfigError(
             f"run.strategy: {config.run.strategy} cannot average products of factors; "
             'use averaging "plain" or "frozen-a", or another strategy'
+        )
+    if config.trust.rule != "mean":
+        raise ConfigError(
+            f'trust.rule: "{config.trust.rule}" cannot average products of factors; '
+            'use averaging "plain" or "frozen-a", or rule "mean"'
         )
 
 

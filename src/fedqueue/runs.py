@@ -17,6 +17,7 @@ from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.codec import encode
 from fedqueue.protocol.plan import FacilityProfile, FailurePolicy, Plan
 from fedqueue.protocol.strategies import STRATEGIES, Strategy
+from fedqueue.protocol.trust import AS_PUBLISHED, Trust
 
 SUMMARY: Final = "summary.json"
 
@@ -88,6 +89,7 @@ def rebuild_plan(meta: Mapping[str, Any]) -> Plan:
     plan = dict(meta["plan"])
     plan["facilities"] = tuple(FacilityProfile(**profile) for profile in plan["facilities"])
     plan["failures"] = FailurePolicy(**plan["failures"])
+    plan["trust"] = Trust(**plan["trust"]) if "trust" in plan else AS_PUBLISHED  # as it was before there was a choice
     return Plan(**plan)
 
 

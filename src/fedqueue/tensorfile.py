@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import prod, sqrt
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 
+from fedqueue.combining import Combiner, most_say, voices
 from fedqueue.files import writing
 from fedqueue.low_rank import Matrix, weighted_factors
 from fedqueue.protocol.aggregation import (
@@ -35,7 +37,7 @@ from fedqueue.protocol.aggregation import (
     model_factors,
     statistic_factors,
 )
-from fedqueue.protocol.messages import ServerStep
+from fedqueue.protocol.messages import Guard, ServerStep
 from fedqueue.tensorbytes import (
     CODES,
     HEADER_LIMIT,
@@ -74,6 +76,7 @@ __all__ = [
     "copy",
     "describe",
     "misfit_of_kinds",
+    "norm_of_change",
     "not_finite",
     "read_header",
     "select",
@@ -85,6 +88,7 @@ __all__ = [
 CHUNK_VALUES = 1 << 18
 """Values summed at a time: 1 MiB of float32."""
 CHUNK_BYTES: Final = 1 << 20
+DOUBLE: Final = np.dtype("<f8")
 PIECE_BYTES: Final = 8 * CHUNK_VALUES
 """The largest piece of a tensor."""
 LOOK_EVERY: Final = 8
@@ -115,6 +119,10 @@ class FileContribution:
     """The model those steps started from."""
     base_key: Hashable
     """The same for all updates from the same base, such as its version: it is then read once."""
+    clip: float = 1.0
+    """Of the change from base to trained, the part that counts."""
+    voice: Hashable = None
+    """Whose it is: all of one facility have one voice. None: it has a voice of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +291,7 @@ def aggregate(
     out: Path,
     *,
     from_first: bool = False,
+    guard: Guard | None = None,
     content: Expected = lambda path: None,
 ) -> Content:
     """Writes the next model to `out`, whole or not at all.
@@ -292,7 +301,7 @@ def aggregate(
     current model's type and are summed in single precision (double for float64). `from_first`: the current model is the
     first of its run. A file that has not the `content` it must have is a `ChangedFileError`, and nothing is written.
     """
-    return _make(current, contributions, rule, out, from_first=from_first, content=content)[0]
+    return _make(current, contributions, rule, out, from_first=from_first, guard=guard, content=content)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,11 +323,12 @@ def take_step(
     step: FileStep,
     *,
     from_first: bool = False,
+    guard: Guard | None = None,
     content: Expected = lambda path: None,
 ) -> list[Content]:
     """As `aggregate`, but parameters take a step of the server's optimizer. Returns the content of the next model, and
     of each of its moments, which have the parameters' names."""
-    return _make(current, contributions, rule, out, step, from_first=from_first, content=content)
+    return _make(current, contributions, rule, out, step, from_first=from_first, guard=guard, content=content)
 
 
 def _make(
@@ -329,33 +339,49 @@ def _make(
     step: FileStep | None = None,
     *,
     from_first: bool,
+    guard: Guard | None,
     content: Expected,
 ) -> list[Content]:
     # A base that is the current model joins its term; several updates from one base share one pass over it.
     now = ("current",)
     fresh = {c.base_key for c in contributions if c.base.resolve() == current.resolve()}
     paths: dict[Hashable, Path] = {now: current}
-    shares: list[tuple[float, Hashable, Hashable]] = []
+    shares: list[tuple[float, Hashable, Hashable, float]] = []
     for c in contributions:
         base: Hashable = now if c.base_key in fresh else ("base", c.base_key)
         trained: Hashable = ("trained", c.trained)
         paths |= {base: c.base, trained: c.trained}
-        shares.append((c.weight, trained, base))
+        shares.append((c.weight, trained, base, c.clip))
     deltas = model_factors(now, shares, rule, of_change=step is not None)
-    means = statistic_factors(now, [(weight, key) for weight, key, _ in shares], rule, from_first=from_first)
+    trained_by = [(weight * part, key) for weight, key, _, part in shares]
+    means = statistic_factors(now, trained_by, rule, from_first=from_first)
     with ExitStack() as stack:
         like = _Source.open(stack, current, content=content)
         sources: dict[Hashable, _Source] = {now: like}
-        for key in (*deltas, *means, *([shares[-1][1]] if shares else [])):
+        heard = voices(contributions)
+        told = [shares[voice.members[-1][0]][1] for voice in heard]  # of counters, what each said last
+        guarded = [key for _, *keys, _ in shares for key in keys] if guard is not None else []
+        for key in (*deltas, *means, *told, *guarded):
             if key not in sources:
                 sources[key] = _Source.open(stack, paths[key], like, content)
-        newest = sources[shares[-1][1]] if shares else like
         stack.enter_context(_unchanged(sources.values()))
         role_of = roles(like.header, current)
         entries = list(like.header.entries.values())
         target = stack.enter_context(_Target.create(out))
         target.put(encode_header(entries, like.header.metadata))
         summing = _Summing(out, target)
+        counters = [(sources[key], voice.weight) for key, voice in zip(told, heard, strict=True)]
+        combiner = None
+        if guard is not None:
+            members = [(sources[trained], sources[base]) for _, trained, base, _ in shares]
+            pieces = _Pieces(like, members)
+            combiner = Combiner(contributions, rule, guard, pieces.read, from_first=from_first)
+            combiner.look_at(
+                ((entry, start, length), _precision(entry))
+                for entry in entries
+                if role_of[entry.name] == PARAMETER
+                for start, length in _pieces(entry)
+            )
         stepping = None
         if step is not None:
             moving = [_moment_of(entry) for entry in entries if role_of[entry.name] == PARAMETER]
@@ -365,16 +391,19 @@ def _make(
         kept: dict[str, Matrix] = {}
         for entry in entries:
             role = role_of[entry.name]
-            if role == FACTOR and stepping is not None:
-                raise TensorFileError(current, f"tensor {entry.name!r} is a factor, which takes no server's step")
+            if role == FACTOR and (stepping is not None or combiner is not None):
+                raise TensorFileError(current, f"tensor {entry.name!r} is a factor, which can only be added up")
             if role == FACTOR:
                 summing.put_values(entry, weighted_factors(entry.name, products, kept).reshape(-1))
-            elif not entry.number.bits:
-                summing.copy(newest, newest.header.entries[entry.name])
+            elif role == COUNTER and counters:
+                summing.most_say(entry, counters)
             elif role == COUNTER:
-                summing.add_up(entry, [(newest, 1.0)])
+                summing.copy(like, entry)
             elif role == PARAMETER and stepping is not None:
-                summing.take_step(entry, like, [(sources[key], f) for key, f in deltas.items()], stepping)
+                terms = [(sources[key], f) for key, f in deltas.items()]
+                summing.take_step(entry, like, terms, stepping, combiner)
+            elif combiner is not None:
+                summing.combine(entry, like, combiner, is_statistic=role == STATISTIC)
             else:
                 factors = means if role == STATISTIC else deltas
                 summing.add_up(entry, [(sources[key], f) for key, f in factors.items()], within=role == STATISTIC)
@@ -403,19 +432,43 @@ def agreement(contributions: Sequence[FileContribution]) -> float | None:
             if c.base_key not in bases:
                 bases[c.base_key] = _Source.open(stack, c.base)
         like = bases[contributions[0].base_key]
-        terms = [(c.weight / total, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions]
+        terms = [
+            (c.weight / total, c.clip, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions
+        ]
         role_of = roles(like.header, contributions[0].base)
         for entry in like.header.entries.values():
             if role_of[entry.name] not in MOVING or not entry.number.bits or entry.code == "C64":
                 continue
             for start in range(0, entry.values, LOOK_EVERY * CHUNK_VALUES):
                 mean = np.zeros(min(CHUNK_VALUES, entry.values - start))
-                for share, trained, base in terms:
+                for share, part, trained, base in terms:
                     delta = trained.values(entry.name, start, len(mean)) - base.values(entry.name, start, len(mean))
+                    delta *= part
                     mean += share * delta
                     apart += share * float(delta @ delta)
                 together += float(mean @ mean)
     return together / apart if apart > 0 else None
+
+
+def norm_of_change(trained: Path, base: Path) -> float:
+    """As `fedqueue.aggregate.norm_of_change`, of a file that has passed `check` against its base."""
+    total = 0.0
+    with ExitStack() as stack, np.errstate(all="ignore"):
+        like = _Source.open(stack, base)
+        source = _Source.open(stack, trained, like)
+        role_of = roles(like.header, base)
+        for entry in like.header.entries.values():
+            if role_of[entry.name] not in MOVING:
+                continue
+            for start, length in _pieces(entry):
+                delta = source.values(entry.name, start, length) - like.values(entry.name, start, length)
+                total += float(np.square(delta, out=delta).sum())
+    return finite_root(total)
+
+
+def finite_root(total: float) -> float:
+    """The square root; of more than a number holds, that of the largest number."""
+    return sqrt(min(total, sys.float_info.max))
 
 
 @contextmanager
@@ -573,12 +626,20 @@ class _Source:
         elif self.content is not None:
             self.content.must_have(self.path, place, piece)
 
-    def values(self, name: str, start: int, count: int) -> Buffer:
-        """So many numbers of a tensor, from this one on, in double precision."""
+    def whole_numbers(self, name: str, start: int, count: int) -> Buffer:
+        """So many numbers of a tensor that is not of real ones, from this one on."""
         place = self.header.entries[name]
         raw = np.empty(count * place.number.size, np.uint8)
         self.read(raw, place.begin + start * place.number.size)
-        return _widened(raw, place.code, np.empty(count, "<f8"))
+        return raw.view(np.dtype(place.number.name).newbyteorder("<"))
+
+    def values(self, name: str, start: int, count: int, precision: np.dtype[Any] = DOUBLE) -> Buffer:
+        """So many real numbers of a tensor, from this one on."""
+        place = self.header.entries[name]
+        size = place.number.size // _parts(place)
+        raw = np.empty(count * size, np.uint8)
+        self.read(raw, place.begin + start * size)
+        return _widened(raw, place.code, np.empty(count, precision))
 
     def matrix(self, name: str) -> Matrix:
         """The whole of a tensor, in double precision."""
@@ -687,6 +748,25 @@ class TooLargeSumError(TensorFileError):
         )
 
 
+class _Pieces:
+    """Reads a piece of a tensor from every file that has a part in it, each once."""
+
+    def __init__(self, current: _Source, members: Sequence[tuple[_Source, _Source]]) -> None:
+        self._current, self._members = current, members
+        self._piece: object = None
+        self._read: dict[int, Buffer] = {}
+
+    def read(self, place: int, which: str, piece: tuple[Entry, int, int], precision: np.dtype[Any]) -> Buffer:
+        if piece != self._piece:
+            self._piece, self._read = piece, {}
+        trained, base = self._members[place]
+        source = {"trained": trained, "base": base, "current": self._current}[which]
+        if id(source) not in self._read:
+            entry, start, length = piece
+            self._read[id(source)] = source.values(entry.name, start, length, precision)
+        return self._read[id(source)]
+
+
 class _Summing:
     """The buffers of one aggregation, and what is done in them."""
 
@@ -716,13 +796,48 @@ class _Summing:
                 total[:] = values[start : start + length]
                 self._put(entry, total)
 
-    def take_step(
-        self, entry: Entry, now: _Source, terms: Sequence[tuple[_Source, float]], stepping: _Stepping
-    ) -> None:
-        """Writes what a step of the server's optimizer makes of a parameter, with the sum as its gradient."""
+    def most_say(self, entry: Entry, said: Sequence[tuple[_Source, float]]) -> None:
+        """Writes the value that most of the weight has."""
+        weights = [weight for _, weight in said]
+        for start, length in _pieces(entry):
+            if entry.number.bits:
+                values = [source.values(entry.name, start, length, _precision(entry)) for source, _ in said]
+                self._put(entry, most_say(np.stack(values), weights))
+            else:
+                raw = [source.whole_numbers(entry.name, start, length) for source, _ in said]
+                self._target.put(most_say(np.stack(raw), weights).view(np.uint8).data)
+
+    def combine(self, entry: Entry, now: _Source, combiner: Combiner, *, is_statistic: bool) -> None:
+        """Writes what a guard's rule makes of a tensor."""
+        precision = _precision(entry)
         for start, length in _pieces(entry):
             with np.errstate(all="ignore"):
-                change = self._sum(entry, terms, start, length).copy()
+                current, piece = now.values(entry.name, start, length, precision), (entry, start, length)
+                if is_statistic:
+                    total = combiner.statistic(piece, precision, current)
+                else:
+                    change = combiner.change(piece, precision)
+                    total = current if change is None else current + change
+                self._put(entry, total)
+
+    def take_step(
+        self,
+        entry: Entry,
+        now: _Source,
+        terms: Sequence[tuple[_Source, float]],
+        stepping: _Stepping,
+        combiner: Combiner | None,
+    ) -> None:
+        """Writes what a step of the server's optimizer makes of a parameter, with the sum as its gradient, or what a
+        guard's rule makes of the changes."""
+        for start, length in _pieces(entry):
+            with np.errstate(all="ignore"):
+                if combiner is None:
+                    change = self._sum(entry, terms, start, length).copy()
+                else:
+                    precision = _precision(entry)
+                    found = combiner.change((entry, start, length), precision)
+                    change = np.zeros(length, precision) if found is None else found
                 way, moments = stepping.way(entry, change, start)
                 for target, moment in zip(stepping.after, moments, strict=True):
                     self._must_be_finite(entry, moment, NUMBERS["F64" if entry.code == "F64" else "F32"])
@@ -795,6 +910,11 @@ class _Summing:
     def _must_be_finite(self, entry: Entry, values: Buffer, number: Number) -> None:
         if _count_not_finite(values.view(np.uint8), number, self._share):
             raise TooLargeSumError(self._path, entry)
+
+
+def _precision(entry: Entry) -> np.dtype[Any]:
+    """In which a tensor is summed."""
+    return np.dtype("<f8" if entry.code == "F64" else "<f4")
 
 
 def _parts(entry: Entry) -> int:

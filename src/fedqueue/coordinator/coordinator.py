@@ -532,6 +532,8 @@ class Coordinator:
                 trained=self.store.path(receipt.digest),
                 base=self.store.path(self.outcomes.models[receipt.base_version]),
                 base_key=self.outcomes.models[receipt.base_version],
+                clip=share.clip,
+                voice=facility_of(share.job_id),
             )
             for share in (command.weights if command is not None else ())
             for receipt in [self.state.held_updates()[share.key]]
@@ -566,18 +568,20 @@ class Coordinator:
         if not contributions:
             return Made(current, moments)
         scratch, is_first = self.store.scratch(f"v{command.to_version}"), command.from_version == 0
-        path, rule = self.store.path(current), command.rule
+        path, rule, guard = self.store.path(current), command.rule, command.guard
         with self.store.checking() as expected:
             if command.step is None:
                 kept: list[Path] = []
                 contents = [
-                    tensorfile.aggregate(path, contributions, rule, scratch, from_first=is_first, content=expected)
+                    tensorfile.aggregate(
+                        path, contributions, rule, scratch, from_first=is_first, guard=guard, content=expected
+                    )
                 ]
             else:
                 kept = [self.store.scratch(f"v{command.to_version}-moment{n}") for n in range(command.step.moments)]
                 step = tensorfile.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
                 contents = tensorfile.take_step(
-                    path, contributions, rule, scratch, step, from_first=is_first, content=expected
+                    path, contributions, rule, scratch, step, from_first=is_first, guard=guard, content=expected
                 )
         for made, content in zip([scratch, *kept], contents, strict=True):
             self.store.keep(made, content)

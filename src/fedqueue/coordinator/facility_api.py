@@ -305,14 +305,14 @@ class FacilityApi:
         loop = asyncio.get_running_loop()
         try:
             content = Content(update.sha256)
-            reason = await loop.run_in_executor(self._checker, _why_not, upload, like, content)
+            reason, norm = await loop.run_in_executor(self._checker, _looked_at, upload, like, content)
         except tensorfile.TensorFileError as error:
             failure = error
             if failure.path == upload:
                 raise Refused(503, f"the update cannot be looked at now: {failure.reason}") from None
             doing = f"the update of {key[0]} cannot be taken"
             raise await ask(lambda: self._cannot_use(handin.trained.base_version, doing, failure)) from None
-        settled: Verdict = await ask(lambda: self._settle(update, handin, upload, content, reason))
+        settled: Verdict = await ask(lambda: self._settle(update, handin, upload, content, reason, norm))
         return settled
 
     def _verdict(self, key: UpdateKey) -> Verdict | None:
@@ -334,7 +334,15 @@ class FacilityApi:
         like = coordinator.store.path(base) if base is not None and coordinator.counts_on(base) else None
         return (upload if upload.exists() else kept), like
 
-    def _settle(self, update: Update, handin: Handin, upload: Path, content: Content, reason: str | None) -> Verdict:
+    def _settle(
+        self,
+        update: Update,
+        handin: Handin,
+        upload: Path,
+        content: Content,
+        reason: str | None,
+        norm: float | None,
+    ) -> Verdict:
         coordinator = self._coordinator
         self._open(update)  # it may have been closed while its bytes were looked at
         if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
@@ -358,6 +366,7 @@ class FacilityApi:
             admission_delay=handin.admission_delay,
             turn_seconds=handin.turn_seconds,
             digest=update.sha256,
+            norm=norm,
             **done,
         )
         coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
@@ -365,16 +374,18 @@ class FacilityApi:
         return Verdict(status="accepted")
 
 
-def _why_not(upload: Path, like: Path | None, content: Content) -> str | None:
-    """In a checker's thread: one pass over the file. What is found good is on the disk then, and `content` has its
-    checksums. What is wrong with our own disk is no fault of the update: it is raised as a `TensorFileError`."""
+def _looked_at(upload: Path, like: Path | None, content: Content) -> tuple[str | None, float | None]:
+    """In a checker's thread: why the update cannot be used, or how far it moves the model. What is found good is on the
+    disk then, and `content` has its checksums. What is wrong with our own disk is no fault of the update: it is raised
+    as a `TensorFileError`."""
     if like is None:
-        return "the model it was trained from is no longer here"
+        return "the model it was trained from is no longer here", None
     try:
         reason = tensorfile.check(upload, like, content=content)
-        if reason is None:
-            sync(upload)
-        return reason
+        if reason is not None:
+            return reason, None
+        sync(upload)
+        return None, tensorfile.norm_of_change(upload, like)
     except OSError as error:
         raise tensorfile.UnreadableFileError(upload, error) from None
     except tensorfile.UnreadableFileError:
@@ -383,4 +394,4 @@ def _why_not(upload: Path, like: Path | None, content: Content) -> str | None:
         if error.path != upload:
             tensorfile.verify(like, Content(like.stem))
             raise
-        return str(error).replace(str(upload), "the update")
+        return str(error).replace(str(upload), "the update"), None

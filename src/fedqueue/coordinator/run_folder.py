@@ -149,6 +149,7 @@ def make_plan(config: Config, sizes: Sequence[int] | None, learned: Mapping[str,
         learning_rate=run.learning_rate,
         stop_at_score=run.stop_at_score,
         failures=config.failures,
+        trust=config.trust,
     )
 
 

@@ -28,6 +28,7 @@ class Update(NamedTuple):
     arrived_at: float
     aimed: bool  # it aimed at a cutoff
     deferred: bool  # it missed that cutoff
+    length: float = 0.0  # of the training, in steps times learning rate; 0: not known
 
     def staleness(self, version: int) -> int:
         """tau: how many versions the model has moved on, if it is used to change this version."""
@@ -97,25 +98,31 @@ def normalised(raw: Sequence[float]) -> list[float]:
 
 
 def model_factors(
-    current: K, shares: Sequence[tuple[float, K, K]], rule: str, *, of_change: bool = False
+    current: K, shares: Sequence[tuple[float, K, K, float]], rule: str, *, of_change: bool = False
 ) -> dict[K, float]:
     """The whole models that enter the sum for the next model, each once, with their factors (which sum to one).
     `of_change`: those of the sum that is added to the current model (factors sum to zero).
 
-    Models are known by keys of the caller's choosing. `shares` are (weight, trained, base), oldest first.
+    Models are known by keys of the caller's choosing. `shares` are (weight, trained, base, part), oldest first; `part`
+    is that of the change trained - base which counts, so that base + part * (trained - base) stands for trained.
     Rule "add_deltas": current + sum of weight * (trained - base).
     Rule "mix_models": current + sum of weight * (trained - current).
     The order is that of the sum: it decides the last bits. A model whose factor is zero is left out.
 
-    >>> model_factors("v3", [(0.25, "a", "v3"), (0.5, "b", "v2")], "add_deltas")
+    >>> model_factors("v3", [(0.25, "a", "v3", 1.0), (0.5, "b", "v2", 1.0)], "add_deltas")
     {'v3': 0.75, 'a': 0.25, 'v2': -0.5, 'b': 0.5}
+    >>> model_factors("v3", [(0.5, "b", "v2", 0.25)], "mix_models")
+    {'v3': 0.5, 'v2': 0.375, 'b': 0.125}
     """
     if rule not in ("add_deltas", "mix_models"):
         raise ValueError(f"rule must be 'add_deltas' or 'mix_models', found {rule!r}")
     factors = {current: 0.0 if of_change else 1.0}
-    for weight, trained, base in shares:
-        start = base if rule == "add_deltas" else current
-        for model, share in ((start, -weight), (trained, weight)):
+    for weight, trained, base, part in shares:
+        if rule == "add_deltas":
+            terms = [(base, -weight * part), (trained, weight * part)]
+        else:
+            terms = [(current, -weight), (base, weight * (1 - part)), (trained, weight * part)]
+        for model, share in terms:
             factors[model] = factors.get(model, 0.0) + share
     return {model: factor for model, factor in factors.items() if factor != 0.0}
 
@@ -146,7 +153,7 @@ def statistic_factors(current: K, shares: Sequence[tuple[float, K]], rule: str, 
 # Each tensor by its role ----------------------------------------------------------------------------------
 # Parameters are what training changes: they move by weighted deltas. Statistics are what layers measured (the running
 # mean and variance of batch normalisation): a difference of two of them means nothing, so they are averaged and stay
-# within the range of what was handed in. Counters are taken from the newest update. Factors are pairs of small matrices
+# within the range of what was handed in. Counters are what most facilities say. Factors are pairs of small matrices
 # whose product is what counts: it is the products that are summed, not the matrices (`fedqueue.low_rank`).
 #
 # Roles of the usual layers are known by their names. A model's file may declare others (`declare_roles`), and a

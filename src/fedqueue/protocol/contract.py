@@ -202,10 +202,14 @@ class Receipt:
     ahead: int = later(default=0)  # of its steps, those done before the base version was there, from its own weights
     turn_seconds: float = later(default=0.0)
     """Of a job that stays: from its start, or from taking the work of a further part, to its first step."""
+    norm: Optional[float] = later(default=None)
+    """How far it moves the parameters from its base (L2), as its receiver measured it; None: nobody did."""
 
     def __post_init__(self) -> None:
         count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part", "ahead")
         seconds(self, "train_seconds", "admission_delay", "turn_seconds")
+        if self.norm is not None and not 0 <= self.norm < inf:
+            raise bad(self, "norm", "finite and 0 or more")
 
     @property
     def key(self) -> UpdateKey:

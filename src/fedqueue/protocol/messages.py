@@ -59,6 +59,18 @@ class ServerStep:
         return 3 if self.largest else 2
 
 
+@message
+class Guard:
+    """How the changes of several facilities are combined when some may lie; without one, by their weighted mean.
+
+    median: of each parameter. trimmed: the mean without the least and the greatest of each. krum: the mean of those
+    that stand together. `hostile` is the share of facilities that may lie, rounded up, and fewer than half of them.
+    """
+
+    rule: Literal["median", "trimmed", "krum"]
+    hostile: float = 0.25
+
+
 RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry"]
 
 Fate = Literal["aggregated", "rejected", "expired", "after_end"]
@@ -361,10 +373,13 @@ class Share:
     weight: float
     part: int = later(default=0)
     again: bool = later(default=False)  # it was in an earlier model, and stands in for its facility, which is absent
+    clip: float = later(default=1.0)  # of the change that it makes, the part that counts
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
             raise bad(self, "weight", "finite and 0 or more")
+        if not 0 <= self.clip <= 1:
+            raise bad(self, "clip", "from 0 to 1")
 
     @property
     def key(self) -> UpdateKey:
@@ -385,6 +400,7 @@ class Aggregate:
     variates: float | None = later(default=None)
     """The server's control variate moves by so much of the weighted mean of how those of the facilities moved: the
     share of those who are back, by data weight. None: there are no control variates."""
+    guard: Guard | None = later(default=None)  # None: changes are summed by their weights
 
 
 @message

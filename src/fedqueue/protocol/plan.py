@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from fedqueue.protocol.codec import later, message
+from fedqueue.protocol.trust import Trust
 
 
 @message
@@ -54,3 +55,4 @@ class Plan:
     learning_rate: float = 0.001  # eta_base
     stop_at_score: float | None = None
     failures: FailurePolicy = field(default_factory=FailurePolicy)
+    trust: Trust = field(default_factory=Trust)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fedqueue.protocol.contract import Assignment, UpdateKey
+from fedqueue.protocol.contract import Assignment, UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.training.job import luck
 
@@ -52,6 +52,10 @@ class Learning:
     def misfit(self, key: UpdateKey) -> str | None:
         """Why this update cannot be used, or None."""
         return "not finite (simulated)" if key in self._corrupt else None
+
+    def norm(self, key: UpdateKey) -> float | None:
+        """How far this update moves the parameters; None: nobody measures it."""
+        return None
 
     def aggregate(self, command: Aggregate) -> float | None:
         """Make a model. Returns how far its updates agree, if that is asked for and known."""
@@ -129,20 +133,39 @@ class RealLearning(Learning):
         trained, base = self._updates[key]
         return self._rules.misfit(trained, self._models[base])
 
+    def norm(self, key: UpdateKey) -> float | None:
+        trained, base = self._updates[key]
+        return self._rules.norm_of_change(trained, self._models[base], self.roles)
+
     def aggregate(self, command: Aggregate) -> float | None:
         contributions = []
         for share in command.weights:
             trained, base = self._updates[share.key]
             contributions.append(
-                self._rules.Contribution(weight=share.weight, trained=trained, base=self._models[base])
+                self._rules.Contribution(
+                    weight=share.weight,
+                    trained=trained,
+                    base=self._models[base],
+                    clip=share.clip,
+                    voice=facility_of(share.job_id),
+                )
             )
         current = self._models[command.from_version]
         is_first = command.from_version == 0
         if command.step is None:
-            made = self._rules.aggregate(current, contributions, command.rule, self.roles, from_first=is_first)
+            made = self._rules.aggregate(
+                current, contributions, command.rule, self.roles, from_first=is_first, guard=command.guard
+            )
         else:
             made, self._moments = self._rules.take_step(
-                current, contributions, command.rule, command.step, self._moments, self.roles, from_first=is_first
+                current,
+                contributions,
+                command.rule,
+                command.step,
+                self._moments,
+                self.roles,
+                from_first=is_first,
+                guard=command.guard,
             )
         if self._variates is not None and command.variates is not None:
             self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])

@@ -80,6 +80,7 @@ def make_plan(config: Config, sites: Sequence[Site], data_sizes: Sequence[int] |
         learning_rate=run.learning_rate,
         stop_at_score=run.stop_at_score,
         failures=config.failures,
+        trust=config.trust,
     )
 
 
@@ -437,7 +438,8 @@ class Simulation:
             self._remove_settled(site, job)
         reason = job.misfits[receipt.key]
         if reason is None:
-            self._report(site, UpdateArrived(at=self._now, receipt=receipt))
+            norm = self._learning.norm(receipt.key) if self._config.trust.clip else None
+            self._report(site, UpdateArrived(at=self._now, receipt=replace(receipt, norm=norm)))
         else:
             job_id, attempt, part = receipt.key
             self._report(site, UpdateRejected(at=self._now, job_id=job_id, attempt=attempt, part=part, reason=reason))

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fedqueue.protocol.aggregation import Update
 from fedqueue.protocol.budget import wall_request
@@ -42,6 +42,7 @@ from fedqueue.protocol.messages import (
     FacilityLeft,
     Fate,
     ForecastIssued,
+    Guard,
     JobEnded,
     JobFailed,
     JobRequeued,
@@ -74,12 +75,21 @@ from fedqueue.protocol.predict import Forecast
 from fedqueue.protocol.state import JobState, RunState
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.staying import AT_ONCE, StayOptions, head_start, stay_at, wait_at
+from fedqueue.protocol.trust import Norms, Say
 
 Why = Literal["start", "arrival", "failure", "rejoin"]
 
 MOST_STRETCH = 64.0  # of the wall time asked for, after jobs that ran into their limit
-Ingredient = tuple[Update, int, float]
-"""An update on its way into a model, with its staleness and its weight there."""
+
+
+class Ingredient(NamedTuple):
+    """An update on its way into a model."""
+
+    update: Update
+    staleness: int
+    weight: float  # there
+    clip: float  # of its change, the part that counts
+
 
 STRETCH = 1.5  # wall time asked for steps that nothing bounds in time, over what they should take
 NO_WAIT = Forecast(0.0, ((0.5, 0.0),))
@@ -115,6 +125,10 @@ class Strategy:
         self._end_reason = "time is up"
         self._making: dict[int, list[Ingredient]] = {}  # what each version that is being made is made of
         self._unsettled: dict[UpdateKey, Update] = {}
+        self._say = Say({p.name: p.data_weight for p in plan.facilities}, plan.round_length)
+        self._norms = Norms(plan.trust.clip)
+        trust = plan.trust
+        self._guard = None if trust.rule == "mean" else Guard(rule=trust.rule, hostile=trust.hostile)
         self._out: list[Command] = []
         self._stays: StayOptions = options if isinstance(options, StayOptions) else StayOptions()
 
@@ -373,23 +387,41 @@ class Strategy:
         agreement: bool = False,
         step: ServerStep | None = None,
         variates: float | None = None,
+        full: float | None = None,
     ) -> None:
         """Ask for the next version from these updates; it can be named once it is ready. `again` are updates of earlier
-        models, which were kept, and `keep` what may be asked for again."""
+        models, which were kept, and `keep` what may be asked for again. `full`: the weight of one fresh update, where
+        updates count as they come and not at a cutoff; a facility's say is then bounded here."""
         weighed = [(update, weight) for update, weight in weighed if update.receipt.key in self._unsettled]
+        if full is not None and self.bounds_say:
+            weighed = [(u, self._say.allow(u.arrived_at, u.facility, weight, full=full)) for u, weight in weighed]
         command = Aggregate(
             from_version=self.made,
             to_version=self.made + 1,
             rule=rule,
-            weights=tuple([_share(*one, again=True) for one in again] + [_share(*one) for one in weighed]),
+            weights=tuple([self._share(*one, again=True) for one in again] + [self._share(*one) for one in weighed]),
             keep=tuple([update.receipt.key for update in keep]),
             agreement=agreement,
             step=step,
             variates=variates,
+            guard=self._guard,
         )
         self.want(command)
-        self._making[command.to_version] = [(u, u.staleness(self.made), weight) for u, weight in weighed]
+        clips = {share.key: share.clip for share in command.weights}
+        self._making[command.to_version] = [
+            Ingredient(u, u.staleness(self.made), weight, clips[u.receipt.key]) for u, weight in weighed
+        ]
         self.made += 1
+
+    @property
+    def bounds_say(self) -> bool:
+        """Whether a facility's updates together count no more than its data weight allows."""
+        return self.plan.trust.say == "bounded"
+
+    def _share(self, update: Update, weight: float, again: bool = False) -> Share:
+        job, attempt, part = update.receipt.key
+        clip = self._norms.part(update.receipt.norm, update.length)
+        return Share(job_id=job, attempt=attempt, part=part, weight=weight, again=again, clip=clip)
 
     def settle(self, update: Update, fate: Fate, **facts: Scalar) -> None:
         """The one fate of an update."""
@@ -404,7 +436,7 @@ class Strategy:
         """End the run; updates that nobody used are after the end."""
         if self.stopped is None:
             for version, ingredients in self._making.items():
-                for update, _, _ in ingredients:
+                for update, *_ in ingredients:
                     self.settle(update, "after_end", reason=f"model {version} was not made before the run ended")
             for update in list(self._unsettled.values()):
                 self.settle(update, "after_end")
@@ -448,8 +480,9 @@ class Strategy:
     def _model_ready(self, event: ModelReady) -> None:
         self._ready_at = self.now
         self.agreed(event.agreement)
-        for update, staleness, weight in self._making.pop(event.version):
-            self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version)
+        for update, staleness, weight, clip in self._making.pop(event.version):
+            clipped: dict[str, Scalar] = {} if clip == 1 else {"clip": clip}
+            self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version, **clipped)
         if self.plan.rounds is not None and self.ready >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
@@ -518,7 +551,7 @@ class Strategy:
 
     def _updates_withdrawn(self, event: UpdatesWithdrawn) -> None:
         facility = self.facilities[event.facility]
-        making = {update.receipt.key for made_of in self._making.values() for update, _, _ in made_of}
+        making = {update.receipt.key for made_of in self._making.values() for update, *_ in made_of}
         waiting = [u for key, u in self._unsettled.items() if u.facility == facility.name and key not in making]
         for update in waiting:
             self.settle(update, "rejected", reason=event.reason)
@@ -692,7 +725,12 @@ class Strategy:
             self._works_again(facility)
         cutoff = work.cutoff if work is not None else None
         deferred = cutoff is not None and self.missed(facility, cutoff)
-        update = Update(receipt, facility.name, self.now, cutoff is not None, deferred)
+        rate = self.plan.learning_rate if work is None else work.learning_rate
+        update = Update(
+            receipt, facility.name, self.now, cutoff is not None, deferred, length=rate * receipt.steps_done
+        )
+        if receipt.norm is not None:
+            self._norms.seen(facility.name, receipt.norm, update.length)
         self._unsettled[receipt.key] = update
         self.arrived(facility, update)
         if facility.status != "active":
@@ -734,11 +772,6 @@ class Strategy:
             case _:
                 return
         self.record("ignored", what=what)
-
-
-def _share(update: Update, weight: float, again: bool = False) -> Share:
-    job, attempt, part = update.receipt.key
-    return Share(job_id=job, attempt=attempt, part=part, weight=weight, again=again)
 
 
 def _nothing_to_decide(strategy: Strategy, event: Event) -> None:

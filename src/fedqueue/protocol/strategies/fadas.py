@@ -47,4 +47,4 @@ class Fadas(FixedSteps):
             stalest = max(update.staleness(self.made) for update in updates)
             rate = self.options.rate / (stalest if stalest > self.options.threshold else 1)
             step = self.options.step(rate, largest=True)
-            self.aggregate([(u, 1 / len(updates)) for u in updates], step=step)
+            self.aggregate([(u, 1 / len(updates)) for u in updates], step=step, full=1 / len(updates))

@@ -31,4 +31,4 @@ class FedAsync(FixedSteps):
 
     def arrived(self, facility: Facility, update: Update) -> None:
         worth = polynomial_discount(update.staleness(self.made), self.options.exponent)
-        self.aggregate([(update, self.options.alpha * worth)], rule="mix_models")
+        self.aggregate([(update, self.options.alpha * worth)], rule="mix_models", full=self.options.alpha)

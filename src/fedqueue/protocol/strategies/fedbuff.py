@@ -46,4 +46,4 @@ class FedBuff(FixedSteps):
             updates, _ = self._buffer.take(self.made)
             scale = self.options.alpha / self.options.buffer
             worth = [polynomial_discount(u.staleness(self.made), self.options.exponent) for u in updates]
-            self.aggregate((u, scale * s) for u, s in zip(updates, worth, strict=True))
+            self.aggregate([(u, scale * s) for u, s in zip(updates, worth, strict=True)], full=scale)

@@ -171,4 +171,5 @@ class FedCompass(Strategy):
             worth = [polynomial_discount(u.staleness(self.made), self.options.exponent) for u in updates]
             scale = self.options.alpha / len(self.facilities)
             scale /= max(1.0, scale * sum(worth))  # late ones may pile up; all together they count as one model
-            self.aggregate((u, scale * s) for u, s in zip(updates, worth, strict=True))
+            full = self.options.alpha / len(self.facilities)
+            self.aggregate([(u, scale * s) for u, s in zip(updates, worth, strict=True)], full=full)

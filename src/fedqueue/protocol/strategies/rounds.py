@@ -18,6 +18,7 @@ from fedqueue.protocol.predict import check_name
 from fedqueue.protocol.strategies.base import Strategy
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.staying import StayOptions
+from fedqueue.protocol.trust import at_most_one
 
 LEAST_TRUST = 0.05  # in an update of an absent facility; with less it is forgotten
 
@@ -121,6 +122,9 @@ class RoundStrategy(Strategy):
         raw = [self.facilities[u.facility].profile.data_weight * w for u, w in zip(admitted, worth, strict=True)]
         if self.options.stay != "off":
             raw = [r * s for r, s in zip(raw, self._shares_at_facility(admitted, worth), strict=True)]
+        elif self.bounds_say:
+            bounded = at_most_one([u.facility for u in admitted], worth)
+            raw = [self.facilities[u.facility].profile.data_weight * w for u, w in zip(admitted, bounded, strict=True)]
         stand_ins = self._stand_ins(admitted)
         trusted = [self.facilities[u.facility].profile.data_weight * trust for u, trust in stand_ins]
         weights = normalised([*raw, *trusted])
