@@ -241,7 +241,7 @@ def test_what_an_operator_hears_is_of_one_type(tmp_path: Path) -> None:
         assert (operator.steer("pause").done, operator.status().state) == ("pause", "paused")
         assert operator.tell("north", "revoke").had is True
         assert operator.tell("south", "revoke").had is False
-        assert refusal(operator.tell, "south", "rest").answer.reason.startswith("a facility can be told drain, join,")
+        assert refusal(operator.tell, "south", "rest").answer.reason == "there is no such endpoint here"
 
 
 def test_an_order_has_three_shapes() -> None:
@@ -264,7 +264,7 @@ def test_an_order_has_three_shapes() -> None:
 
 
 def test_agents_know_no_http_but_in_one_file() -> None:
-    """Other carriers can follow: whoever enrols needs a client, and nobody else names what HTTP has."""
+    """Other carriers can follow: whoever holds a credential needs a client, and nobody else names what HTTP has."""
     agent = Path(fedqueue.__file__).parent / "agent"
     words = re.compile(r"/v1/|urllib|HttpRefusedError|\bHTTP\b|\.status (?:[!=<>]=?|in) \(?\d|\b[45]\d\d\b")
     found = {
@@ -274,4 +274,4 @@ def test_agents_know_no_http_but_in_one_file() -> None:
     }
     assert found == {"http_transport.py"}
     importing = {path.name for path in agent.rglob("*.py") if "agent.http_transport" in path.read_text()}
-    assert importing == {"enrolment.py"}
+    assert importing == {"enrolment.py", "access_file.py"}

@@ -261,13 +261,14 @@ class ServerSettings:
     group_may_write: bool = False  # to the config and to the run's folder; else they are refused where it may
     connections: int = 1024  # at once, from everybody together; beyond it the oldest stranger has to go
     connections_per_address: int = 256  # the same of one address; many agents may be behind one
+    credential_days: float = 90.0  # after which a credential expires that was not used; in use it is renewed
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, found {self.port}")
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and server.key belong together: give both or none")
-        more_than(self, 0, "away_seconds")
+        more_than(self, 0, "away_seconds", "credential_days")
         at_least(self, 0, "startup_allowance_seconds")
         at_least(self, 1, "wait_for")
         at_least(self, 16, "connections", "connections_per_address")

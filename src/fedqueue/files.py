@@ -260,6 +260,14 @@ WORKER: Final = (
     "worker.taken",  # that is written; its training has not begun
 )
 
+RENEWAL: Final = (
+    "credential.given",  # a new credential is known at the server; who asked for it was not answered
+    "credential.came",  # it is where it was asked for; it is not written
+    "credential.kept",  # it is written; it was not used yet
+    "credential.used",  # it is used for the first time; the one before works still
+)
+"""Of credentials, once in months: no run meets them by itself."""
+
 POINTS: Final = (*COORDINATOR, *AGENT, *WORKER)
 
 _name = ""

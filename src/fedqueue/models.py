@@ -34,6 +34,10 @@ class Models:
         return self.made[-1]
 
     @property
+    def there(self) -> list[Model]:
+        return [model for model in self.made if model.file.exists()]
+
+    @property
     def kept(self) -> list[Model]:
         if self.keep == "all":
             return self.made
@@ -75,13 +79,12 @@ def read_models(folder: Path) -> Models:
 def find(folder: Path, which: str) -> Model:
     """The model that is meant by "best", "newest" or its number."""
     models = read_models(folder)
-    there = [model for model in models.made if model.file.exists()]
     if which in ("best", "newest"):
         found = models.best if which == "best" else models.newest
     else:
         found = next((model for model in models.made if str(model.version) == which), None)
     if found is None or not (found.file.exists() or found in models.kept):
-        kept = ", ".join(str(model.version) for model in there) or "none"
+        kept = ", ".join(str(model.version) for model in models.there) or "none"
         what = f"model {which} is not kept"
         if which == "best":
             what = "no model has a score" if found is None else f"the best, model {found.version}, is not kept"

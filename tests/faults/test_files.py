@@ -85,9 +85,10 @@ def test_the_newest_refused_updates_of_each_facility_are_kept(tmp_path: Path) ->
 
 
 def test_no_failpoint_is_listed_twice_or_dead() -> None:
-    from fedqueue.files import POINTS
+    from fedqueue.files import POINTS, RENEWAL
 
-    assert len(set(POINTS)) == len(POINTS)
+    every = (*POINTS, *RENEWAL)
+    assert len(set(every)) == len(every)
     text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py"))
-    used: list[Any] = [point for point in POINTS if f'failpoint("{point}")' in text]
-    assert used == list(POINTS)
+    used: list[Any] = [point for point in every if f'failpoint("{point}")' in text]
+    assert used == list(every)

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -63,7 +63,11 @@ class Enrolment:
         if self.certificate is not None:
             ca = home / "coordinator.pem"
             write_secret(ca, self.certificate)
-        return Client(self.url, credential=self.credential, ca=ca, proxy=proxy)
+
+        def keep(credential: str) -> None:
+            replace(self, credential=credential).save(home)
+
+        return Client(self.url, credential=self.credential, ca=ca, proxy=proxy, keep=keep)
 
 
 def make_home(home: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import random
 import re
@@ -39,8 +40,8 @@ from fedqueue.agent.transport import (
     CoordinatorUntrustedError,
     TransportError,
 )
-from fedqueue.errors import ConfigError, StorageError
-from fedqueue.files import ArrivingFile
+from fedqueue.errors import ConfigError, FedQueueError, StorageError
+from fedqueue.files import ArrivingFile, failpoint
 from fedqueue.network import is_loopback
 from fedqueue.protocol.codec import Json, encode, read
 from fedqueue.protocol.contract import REASON_LENGTH, Answer, Invitation, Verdict, one_line
@@ -50,15 +51,24 @@ from fedqueue.protocol.service import (
     Enrolled,
     EnrolmentRequest,
     FederationStatus,
+    KeptModel,
+    KeptModels,
     Offset,
     Refusal,
     RefusalBody,
+    Renewed,
     RunStatus,
     SiteAnswer,
     SitePoll,
     Submission,
     Submitted,
+    UserGiven,
+    UserRole,
+    Users,
+    UserWanted,
 )
+
+log = logging.getLogger("fedqueue.agent")
 
 T = TypeVar("T")
 
@@ -116,10 +126,12 @@ class Client:
         backoff: float = 1.0,
         longest_backoff: float = 30.0,
         piece_bytes: int = PIECE_BYTES,
+        keep: Callable[[str], object] | None = None,
     ) -> None:
+        """`keep`: writes a renewed credential where the one that it replaces came from; without, none is renewed."""
         parsed = _coordinator_url(url)
-        self.url = parsed.url.rstrip("/")
-        self.credential = credential
+        self.url = self._root = parsed.url.rstrip("/")
+        self._own = _Credential(credential, keep)
         self._retries = retries
         self._backoff = backoff
         self._longest_backoff = longest_backoff
@@ -145,6 +157,10 @@ class Client:
 
     def close(self) -> None:
         self._pool.clear()
+
+    @property
+    def credential(self) -> str | None:
+        return self._own.secret
 
     def of(self, run: str) -> Client:
         """To one run of a federation, over the same connections."""
@@ -188,6 +204,31 @@ class Client:
 
     def submit(self, submission: Submission) -> Submitted:
         return self._checked(Submitted, self.call("POST", "/v1/runs", submission))
+
+    def users(self) -> Users:
+        return self._checked(Users, self.call("GET", "/v1/users"))
+
+    def set_user(self, name: str, role: UserRole, *, anew: bool) -> UserGiven:
+        wanted = UserWanted(role=role, anew=anew)
+        return self._checked(UserGiven, self.call("POST", f"/v1/users/{quote(name, safe='')}", wanted))
+
+    def remove_user(self, name: str) -> Done:
+        return self._checked(Done, self.call("POST", f"/v1/users/{quote(name, safe='')}/remove"))
+
+    def kept_models(self, run: str) -> KeptModels:
+        """Of a run of a federation, also when it is over."""
+        return self._checked(KeptModels, self.call("GET", f"{_run_path(run)}/models"))
+
+    def kept_model(self, run: str, model: KeptModel, target: Path) -> None:
+        self.download(model.version, target, model.sha256, below=_run_path(run))
+
+    def log(self, run: str) -> str:
+        """The end of it."""
+        path = f"{_run_path(run)}/log"
+        with self._request("GET", path, {}, None) as response:
+            if response.status != 200:
+                self._raise_for(path, response)
+            return response.read(ANSWER_BYTES).decode(errors="replace")
 
     # How it is said
 
@@ -234,12 +275,12 @@ class Client:
                     have = self._offset(place, total, error.answer.offset)
                     tries.failed(CoordinatorUnreachableError(f"{self.url}{place}: never has what it says it has"))
 
-    def download(self, version: int, target: Path, sha256: str | None = None) -> str:
+    def download(self, version: int, target: Path, sha256: str | None = None, *, below: str = "/v1") -> str:
         """Fetches a model into `target`, whole or not at all, and returns its sha256, which is checked.
 
         What arrived before a cut stays in `target`.part, also when this process ends, and is gone on from.
         """
-        path = f"/v1/models/{version}"
+        path = f"{below}/models/{version}"
         tries = _Tries(self._retries, self._backoff, self._longest_backoff)
         part = ArrivingFile(target)
         etag = sha256
@@ -328,7 +369,29 @@ class Client:
                 raise CoordinatorUnreachableError(
                     f"{self.url}{path}: its answer is no JSON object; is it a coordinator?"
                 )
-            return answer
+            is_due = "FedQueue-Renew" in response.headers
+        if is_due:
+            self._renew()
+        return answer
+
+    def _renew(self) -> None:
+        """Another credential in place of this one. Whatever goes wrong, this one works for a while: it is tried again
+        by the next call."""
+        own = self._own
+        if own.keep is None or not own.renewing.acquire(blocking=False):
+            return
+        try:
+            root = copy.copy(self)
+            root.url, root._own = self._root, _Credential(own.secret, None)
+            made = self._checked(Renewed, root.call("POST", "/v1/credential")).credential
+            failpoint("credential.came")
+            own.keep(made)
+            failpoint("credential.kept")
+            own.secret = made
+        except (FedQueueError, ValueError) as error:
+            log.debug(f"{self.url}: the credential is renewed later: {error}")
+        finally:
+            own.renewing.release()
 
     def _raise_for(self, path: str, response: BaseHTTPResponse) -> NoReturn:
         content = response.read(BUFFER_BYTES)
@@ -378,6 +441,14 @@ class Client:
             deadline.over()
             if response is not None:  # its connection is in the middle of something
                 response.close()
+
+
+class _Credential:
+    """That several clients of one server share."""
+
+    def __init__(self, secret: str | None, keep: Callable[[str], object] | None) -> None:
+        self.secret, self.keep = secret, keep
+        self.renewing = threading.Lock()
 
 
 class _Deadline:
@@ -489,6 +560,10 @@ class _Tries:
         if self._failures > self._most:
             raise error
         time.sleep(min(self._longest, self._backoff * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0))
+
+
+def _run_path(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
 
 
 def _pieces(file: int, place: int, length: int, buffer: bytearray) -> Iterator[memoryview]:

@@ -11,7 +11,7 @@ HELP = "the facilities and runs of a federation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("federation", type=Path, metavar="FEDERATION", help="the folder of a served federation")
+    parser.add_argument("federation", type=Path, metavar="FEDERATION", help=operate.FEDERATION)
     parser.add_argument("--json", action="store_true", help="print it as one JSON object and nothing else")
 
 

@@ -1,4 +1,4 @@
-"""What an operator says to a run: on the coordinator's machine, by the run's folder."""
+"""What an operator or a user says to a run or a federation: on its machine by the folder, from elsewhere by a file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from fedqueue.cli import terminal
 from fedqueue.errors import ConfigError, FedQueueError, RunFolderError
 from fedqueue.protocol.codec import body
 
+RUN = "the run's folder; from elsewhere ACCESS/runs/NAME, with the access file of a user"
+FEDERATION = "the folder of a served federation; from elsewhere the access file of a user"
+
 MOST_JOBS = 8
 """Of one facility that `status` lists."""
 FOLDER_SECONDS = 30.0
@@ -23,6 +26,7 @@ STARTING_SECONDS = 60.0
 
 
 if TYPE_CHECKING:
+    from fedqueue.agent.access_file import Elsewhere
     from fedqueue.agent.http_transport import Client
     from fedqueue.protocol.service import FacilityStatus
 
@@ -48,7 +52,7 @@ class Verb:
         self.facility = facility
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+        parser.add_argument("folder", type=Path, metavar="RUN", help=RUN)
         if self.facility:
             parser.add_argument("facility", metavar="FACILITY")
         if self.__name__ == "status":
@@ -63,9 +67,15 @@ class Verb:
 
 
 def ask(folder: Path, what: Callable[[Client], T]) -> T:
-    """Ask the run's coordinator, as its operator. One that was started just now is waited for."""
+    """Ask the run's coordinator or a federation, as its operator or as a user. One on this machine that was started
+    just now is waited for."""
+    from fedqueue.agent.access_file import elsewhere
     from fedqueue.agent.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
     from fedqueue.runs import SUMMARY
+
+    there = elsewhere(folder)
+    if there is not None:
+        return ask_elsewhere(there, lambda client: what(client.of(there.run) if there.run else client))
 
     patience = Patience(folder)
     while True:
@@ -85,6 +95,26 @@ def ask(folder: Path, what: Callable[[Client], T]) -> T:
             raise CoordinatorUnreachableError(f"{folder}: {said} ({error})") from None
         finally:
             client.close()
+
+
+def ask_elsewhere(there: Elsewhere, what: Callable[[Client], T]) -> T:
+    """`what` is asked of the federation."""
+    from fedqueue.agent.access_file import AccessFile
+    from fedqueue.agent.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
+
+    tried = ""
+    while True:
+        held = AccessFile.load(there.file)
+        try:
+            with held.client(there.file) as client:
+                return what(client)
+        except CoordinatorRefusedError as error:
+            if error.refusal == "not allowed" and tried != held.credential != AccessFile.load(there.file).credential:
+                tried = held.credential  # another command has renewed it meanwhile
+                continue
+            raise SaidNoError(error.reason) from None
+        except CoordinatorBusyError as error:
+            raise CoordinatorUnreachableError(f"{held.url}: {error.reason}") from None
 
 
 class Patience:
@@ -144,6 +174,7 @@ def _client(folder: Path, patience: Patience) -> Client:
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
+        must_be_run(args.folder)
         answer = ask(args.folder, lambda client: client.steer(word))
         said = {"pause": "paused", "resume": "goes on", "stop": "told to stop"}[word]
         print(f"tries again now; {answer.hindrance}" if word == "resume" and answer.hindrance else said)
@@ -154,6 +185,8 @@ def _tell(word: str) -> Callable[[argparse.Namespace], int]:
 
 def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
     def act(args: argparse.Namespace) -> int:
+        if word != "revoke":
+            must_be_run(args.folder)
         told = "revoke-and-keep" if word == "revoke" and args.keep else word
         answer = ask(args.folder, lambda client: client.tell(args.facility, told))
         if word == "revoke" and not answer.had:
@@ -179,15 +212,24 @@ def _invite(args: argparse.Namespace) -> int:
 
 
 def is_served_federation(folder: Path) -> bool:
+    from fedqueue.agent.access_file import elsewhere
     from fedqueue.coordinator.run_folder import RUNS
     from fedqueue.coordinator.scoring import STORED
 
+    there = elsewhere(folder)
+    if there is not None:
+        return not there.run
     return (folder / RUNS).is_dir() and not (folder / STORED).exists()
 
 
 def must_be_federation(folder: Path) -> None:
     if not is_served_federation(folder):
         raise RunFolderError(f"{folder}: is not the folder of a federation; `fedqueue serve {folder}` begins one")
+
+
+def must_be_run(folder: Path) -> None:
+    if is_served_federation(folder):
+        raise RunFolderError(f"{folder}: is a federation; name one of its runs: {folder}/runs/NAME")
 
 
 def show_federation(folder: Path, *, as_json: bool) -> int:
@@ -212,10 +254,11 @@ def show_federation(folder: Path, *, as_json: bool) -> int:
             "-" if run.model is None else str(run.model),
             "-" if run.score is None else f"{100 * run.score:.1f} %",
             ", ".join(run.facilities),
+            run.owner or "-",
         )
         for run in found.runs
     ]
-    terminal.show_table("", ("run", "state", "model", "score", "facilities"), runs)
+    terminal.show_table("", ("run", "state", "model", "score", "facilities", "owner"), runs)
     return 0
 
 

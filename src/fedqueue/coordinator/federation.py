@@ -13,15 +13,15 @@ import shutil
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from fedqueue.config import Config, ServerSettings, parse
-from fedqueue.coordinator.access import OPERATOR_FILE, Access
-from fedqueue.coordinator.coordinator import Coordinator, Refused
+from fedqueue.coordinator.access import OPERATOR, OPERATOR_FILE, Access, is_user, plain_name
+from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.coordinator.learned import write_learned
 from fedqueue.coordinator.run_folder import (
@@ -36,6 +36,7 @@ from fedqueue.coordinator.run_folder import (
 from fedqueue.coordinator.scoring import STORED
 from fedqueue.coordinator.serve import alone, go_on
 from fedqueue.coordinator.server import ADDRESS, NOT_NOW, address_of, answering, certificate_of, listen
+from fedqueue.coordinator.submissions import INPUTS, SubmissionSettings, must_run_nothing, must_stay_inside
 from fedqueue.errors import ConfigError, FedQueueError, RunFolderError, StorageError
 from fedqueue.files import only_ours, write_json
 from fedqueue.ledger import FILE, LedgerReader
@@ -56,6 +57,8 @@ from fedqueue.runs import SUMMARY
 
 log = logging.getLogger(__name__)
 
+OF_FEDERATION: Final = frozenset({"host", "port", "names", "certificate", "key", "credential_days"})
+"""Settings of the server that a run has no say in."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 JOIN_SECONDS: Final = 30.0
 """How long the end of the federation waits for its runs: each goes on from its ledger all the same."""
@@ -66,6 +69,7 @@ class FederationConfig:
     """federation.toml."""
 
     server: ServerSettings = field(default_factory=ServerSettings)
+    submissions: SubmissionSettings = field(default_factory=SubmissionSettings)
 
 
 def settings_of(folder: Path) -> FederationConfig:
@@ -108,6 +112,7 @@ class Run:
         self.config = stored_config(folder)
         with LedgerReader(folder / FILE) as ledger:
             self.id: str = ledger.meta["run"]
+            self.owner: str = ledger.meta.get("owner", OPERATOR)
             self.over: str | None = ledger.meta.get("stopped") if (folder / SUMMARY).exists() else None
         self.api: Api | None = None  # None: it cannot answer now
         self.trouble = ""  # why
@@ -149,7 +154,7 @@ class Run:
         federation = self._federation
         federation.settle(coordinator)
         address = federation.address_of(self)
-        self.api, self.trouble = Api(coordinator, federation.access, address, hosted=True), ""
+        self.api, self.trouble = Api(coordinator, federation.access, address, hosted=True, owner=self.owner), ""
         write_json(self.folder / ADDRESS, address)
         self._view.past = False  # its ledger is read
         try:
@@ -171,7 +176,7 @@ class Federation:
         self.make_view = make_view
         self.settings = settings
         self.address = address
-        self.access = Access(folder)
+        self.access = Access(folder, settings.server.credential_days)
         self.stopping = threading.Event()
         self.seen: dict[str, Seen] = {}
         self.runs: dict[str, Run] = {}  # by what tells them apart
@@ -251,33 +256,44 @@ class Federation:
 
     # Runs that come ------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission) -> Submitted:
+    def submit(self, submission: Submission, who: str) -> Submitted:
         """Begin one. If anything is wrong with it, nothing is left of it."""
         with self._submitting:
-            config, tree, notes = self._wanted(submission)
+            config, tree, notes = self._wanted(submission, who)
             folder = self._new_folder(config.run.name)
             try:
-                store_config(folder, tree, Path(submission.folder))
+                store_config(folder, tree, Path(config.folder))
                 write_learned(
                     folder, [(r.folder, r.config.worker.offer) for r in self.runs.values()], config.worker.offer
                 )
-                ensure_ledger(config, folder)
+                ensure_ledger(config, folder, owner=who)
                 run = Run(self, folder)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             self.runs[run.id] = run
             run.start()
-        log.info(f"run {run.name} ({run.id}) was submitted")
+        log.info(f"run {run.name} ({run.id}) was submitted by {plain_name(who)}")
         return Submitted(run=run.id, name=run.name, folder=str(folder), notes=notes)
 
-    def _wanted(self, submission: Submission) -> tuple[Config, dict[str, Any], list[str]]:
+    def _wanted(self, submission: Submission, who: str) -> tuple[Config, dict[str, Any], list[str]]:
         """Its config without the sites that cannot take part, and what its submitter should know."""
-        tree = dict(submission.config)
-        taken = sorted({"host", "port", "names", "certificate", "key"} & set(tree.get("server") or {}))
+        tree, allowed = dict(submission.config), self.settings.submissions
+        server = tree.get("server")
+        taken = sorted(OF_FEDERATION & set(server)) if isinstance(server, Mapping) else []
         if taken:
             raise ConfigError(f"server.{taken[0]}: is the federation's to say ({SETTINGS}); leave it out")
-        config = parse(tree, where="the config", folder=Path(submission.folder))
+        folder = Path(submission.folder)
+        if who != OPERATOR:
+            if submission.folder:
+                raise ConfigError(
+                    f"folder: is for who is on the server's machine; here it is the federation's {INPUTS}"
+                )
+            folder = self.folder / INPUTS
+            must_run_nothing(tree, allowed)
+        config = parse(tree, where="the config", folder=folder)
+        if who != OPERATOR:
+            must_stay_inside(config, folder, allowed)
         if not NAME.fullmatch(config.run.name):
             raise ConfigError("run.name: must begin with a letter or digit, and have only those and . _ - in it")
         offer, enrolled, notes, without = config.worker.offer, self.access.enrolled(), [], set()
@@ -294,7 +310,7 @@ class Federation:
             tree["facility"] = [one for one in tree["facility"] if one["name"] not in without]
             if not tree["facility"]:
                 raise ConfigError(f"worker.offer: no facility has the offer {offer!r}; {'; '.join(notes)}")
-            config = parse(tree, where="the config", folder=Path(submission.folder))
+            config = parse(tree, where="the config", folder=folder)
         return config, tree, notes
 
     def _new_folder(self, name: str) -> Path:
@@ -339,13 +355,12 @@ class Federation:
             model=model,
             score=score,
             facilities=run.facilities,
+            owner=plain_name(run.owner) if is_user(run.owner) else "",
         )
 
-    def run_of(self, run_id: str) -> Run:
-        run = self.runs.get(run_id)
-        if run is None:
-            raise Refused(404, "there is no such run")
-        return run
+    def run_of(self, which: str) -> Run | None:
+        """By what tells runs apart, or by its name."""
+        return self.runs.get(which) or next((run for run in self.runs.values() if run.name == which), None)
 
 
 @contextmanager
@@ -355,7 +370,8 @@ def federation(folder: Path, *, plain: bool, make_view: MakeView) -> Iterator[Fe
     from fedqueue.coordinator.federation_api import FederationApi
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / RUNS).mkdir(mode=0o700, exist_ok=True)
+    for name in (RUNS, INPUTS):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
     settings = settings_of(folder)
     only_ours(folder, group="" if settings.server.group_may_write else "server.group_may_write")
     with ExitStack() as stack:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import os
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import changed
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.federation import NAME, Federation, Run
-from fedqueue.coordinator.http_api import Call, Endpoint, Service, answer_poll, enrolled, enrolling
+from fedqueue.coordinator.http_api import (
+    RENEWAL,
+    Call,
+    Endpoint,
+    Service,
+    answer_poll,
+    enrolled,
+    enrolling,
+    of_facility,
+)
+from fedqueue.coordinator.openapi import openapi
+from fedqueue.coordinator.run_folder import LOG
 from fedqueue.coordinator.server import NOT_NOW
 from fedqueue.coordinator.status import in_words
+from fedqueue.coordinator.transfers import send_file
 from fedqueue.errors import FedQueueError, RunFolderError, StorageError
+from fedqueue.models import Models, read_models
+from fedqueue.protocol.codec import encode
 from fedqueue.protocol.contract import Invitation, one_line
 from fedqueue.protocol.reports import Poll
 from fedqueue.protocol.service import (
@@ -27,18 +41,24 @@ from fedqueue.protocol.service import (
     Enrolled,
     FederationStatus,
     Health,
+    KeptModel,
+    KeptModels,
     Refusal,
     RunAnswer,
     SiteAnswer,
     SitePoll,
     Submission,
     Submitted,
+    User,
+    UserGiven,
+    Users,
+    UserWanted,
 )
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
+LOG_BYTES: Final = 1 << 20
+"""Of a run's log that are sent."""
 REFUSALS: Final[dict[int, Refusal]] = {401: "not allowed", 403: "not allowed", 410: "superseded"}
 
 
@@ -46,46 +66,54 @@ class FederationApi(Service):
     def __init__(self, federation: Federation) -> None:
         super().__init__(federation.access, ENDPOINTS)
         self.federation = federation
-        # Whatever changes who may ask, or begins a run, one after the other: each waits for the disk.
-        self._changer = ThreadPoolExecutor(1, thread_name_prefix="changer")
-
-    def close(self) -> None:
-        self._changer.shutdown(wait=True, cancel_futures=True)
-        super().close()
-
-    async def change(self, act: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._changer, act)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To one of the runs, or to the federation itself."""
         _, _, below = str(scope["path"]).partition("/runs/")
         if not str(scope["path"]).startswith("/runs/"):
             return await self.app(scope, receive, send)
-        run_id, slash, rest = below.partition("/")
-        run = self.federation.runs.get(run_id)
-        if run is None or not slash:
-            return await JSONResponse({"reason": "there is no such run"}, 404)(scope, receive, send)
-        api = run.api
-        if api is None:
-            said = (f"the run is over: {run.over}", 410) if run.over is not None else (NOT_NOW, 503)
-            return await JSONResponse({"reason": said[0]}, said[1])(scope, receive, send)
-        return await api.app({**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, receive, send)
+        which, slash, rest = below.partition("/")
+        run = self.federation.run_of(which) if slash else None
+        if run is not None and run.api is not None:
+            return await run.api.app({**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, receive, send)
+        try:
+            self.must_be_known(Request(scope))
+            if run is None:
+                raise self.no_such_run(which)
+            raise Refused(410, f"the run is over: {run.over}") if run.over is not None else Refused(503, NOT_NOW)
+        except Refused as error:
+            await JSONResponse({"reason": str(error)}, error.status)(scope, receive, send)
+
+    def must_be_known(self, request: Request) -> None:
+        """Whoever it is: anybody with a credential may renew it."""
+        self.who(request, "renew")
+
+    def no_such_run(self, which: str) -> Refused:
+        there = sorted(run.name for run in self.federation.runs.values())
+        some = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
+        return Refused(404, f"there is no run {which[:80]!r} here; there is {some or 'none'}")
+
+    def run(self, call: Call) -> Run:
+        which = call.path["run"]
+        run = self.federation.run_of(which)
+        if run is None:
+            raise self.no_such_run(which)
+        return run
 
 
 # Handlers -----------------------------------------------------------------------------------------------
-
-
-def _alone(api: FederationApi, change: Callable[[str], T], what: str) -> T:
-    with api.access.lock:  # runs that hear of a revocation change it too
-        return change(what)
 
 
 async def _health(api: FederationApi, call: Call) -> Health:
     return Health(protocol=PROTOCOL, version=__version__)
 
 
+async def _schema(api: FederationApi, call: Call) -> Response:
+    return Response(encode(openapi(ENDPOINTS)), media_type="application/json")
+
+
 async def _enrol(api: FederationApi, call: Call) -> Enrolled:
-    found = await api.change(lambda: changed(lambda: _alone(api, api.access.enrol, call.body.token)))
+    found = await api.write(lambda: changed(lambda: api.access.enrol(call.body.token)))
     return enrolled(found, run="")
 
 
@@ -137,24 +165,32 @@ def _at_work(coordinator: Coordinator) -> tuple[str, int | None, float | None]:
 async def _submit(api: FederationApi, call: Call) -> Submitted:
     submission: Submission = call.body
     try:
-        return await api.change(lambda: api.federation.submit(submission))
+        return await api.write(lambda: api.federation.submit(submission, call.who))
     except (RunFolderError, StorageError) as error:
         raise Refused(507, f"no run was begun: {error}") from None
 
 
-async def _facility(api: FederationApi, call: Call) -> Invitation | Done:
-    name, word, federation = call.path["facility"], call.path["word"], api.federation
+def _name(call: Call, of: str) -> str:
+    name: str = call.path[of]
     if not NAME.fullmatch(name):
-        raise Refused(422, f"{name[:80]!r} is no name for a facility: letters, digits and . _ - alone")
-    if word == "invite":
-        text, at = await api.change(lambda: changed(lambda: _alone(api, api.access.invite, name))), federation.address
-        return Invitation(url=at.url, token=text, certificate=at.certificate, run="")
-    if word in ("revoke", "revoke-and-keep"):
-        keep = word != "revoke"
-        had = await api.change(lambda: changed(lambda: federation.revoke(name, keep=keep)))
+        raise Refused(422, f"{name[:80]!r} is no name for a {of}: letters, digits and . _ - alone")
+    return name
+
+
+async def _invite(api: FederationApi, call: Call) -> Invitation:
+    name, at = _name(call, "facility"), api.federation.address
+    token = await api.write(lambda: changed(lambda: api.access.invite(name)))
+    return Invitation(url=at.url, token=token, certificate=at.certificate, run="")
+
+
+def _revoking(word: str, *, keep: bool) -> Endpoint:
+    async def take_back(api: FederationApi, call: Call) -> Done:
+        name, federation = _name(call, "facility"), api.federation
+        had = await api.write(lambda: changed(lambda: federation.revoke(name, keep=keep)))
         await asyncio.gather(*(_shut_out(api, run, name, keep) for run in federation.runs.values()))
         return Done(done=word, had=had)
-    raise Refused(404, f"a federation invites and revokes facilities; say {word!r} to one of its runs: name its folder")
+
+    return of_facility(word, "manage", take_back)
 
 
 async def _shut_out(api: FederationApi, run: Run, name: str, keep: bool) -> None:
@@ -168,20 +204,112 @@ async def _shut_out(api: FederationApi, run: Run, name: str, keep: bool) -> None
             log.warning(f"run {run.name} hears later that {name} was revoked: {error}")
             return
         await here.uploads.end_all(name)
-    await api.change(lambda: api.federation.settled(name, run.id))
+    await api.write(lambda: api.federation.settled(name, run.id))
+
+
+# Runs, seen from elsewhere ------------------------------------------------------------------------------
+
+
+async def _log(api: FederationApi, call: Call) -> Response:
+    """Its end: no more than `LOG_BYTES`, from the beginning of a line."""
+    path = api.run(call).folder / LOG
+
+    def read_end() -> bytes:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG_BYTES))
+            data = file.read(LOG_BYTES)
+        return data if size <= LOG_BYTES else b"...\n" + data.partition(b"\n")[2]
+
+    try:
+        data = await asyncio.get_running_loop().run_in_executor(api.reader, read_end)
+    except OSError:
+        data = b""  # it has not said anything yet
+    return Response(data, media_type="text/plain; charset=utf-8")
+
+
+async def _models(api: FederationApi, call: Call) -> KeptModels:
+    found = await _read_models(api, api.run(call))
+    return KeptModels(
+        models=[
+            KeptModel(
+                version=model.version,
+                ready_at=model.ready_at,
+                score=model.score,
+                best=model == found.best,
+                newest=model == found.newest,
+                sha256=model.digest,
+            )
+            for model in found.there
+        ]
+    )
+
+
+async def _model(api: FederationApi, call: Call) -> Response:
+    """As facilities have it: in one piece or from where it was cut off. Who asks knows its sha256, and compares it."""
+    run, version, headers = api.run(call), call.path["version"], call.request.headers
+    model = next((one for one in (await _read_models(api, run)).there if one.version == version), None)
+    if model is None:
+        raise Refused(404, f"model {version} of {run.name} is not kept, or there is none")
+    try:
+        return send_file(model.file, headers.get("range"), model.digest, headers.get("if-range"))
+    except OSError as error:
+        raise Refused(503, f"model {version} cannot be sent now: {error.strerror}") from None
+
+
+async def _read_models(api: FederationApi, run: Run) -> Models:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(api.reader, read_models, run.folder)
+    except FedQueueError as error:
+        raise Refused(503, f"the models of {run.name} cannot be read now: {error}") from None
+
+
+# Users --------------------------------------------------------------------------------------------------
+
+
+async def _users(api: FederationApi, call: Call) -> Users:
+    return Users(users=[User(name=name, role=role) for name, role in sorted(api.access.users.items())])
+
+
+async def _set_user(api: FederationApi, call: Call) -> UserGiven:
+    name, wanted, at = _name(call, "user"), call.body, api.federation.address
+    if not wanted.anew and name not in api.access.users:
+        raise Refused(404, f"there is no user {name!r} yet: give a file for the credential (--out)")
+    credential = await api.write(lambda: changed(lambda: api.access.set_user(name, wanted.role, anew=wanted.anew)))
+    return UserGiven(url=at.url, certificate=at.certificate, name=name, role=wanted.role, credential=credential)
+
+
+async def _remove_user(api: FederationApi, call: Call) -> Done:
+    name = _name(call, "user")
+    had = await api.write(lambda: changed(lambda: api.access.remove_user(name)))
+    return Done(done="remove", had=had)
 
 
 ENDPOINTS: Final = (
-    Endpoint(method="GET", path="/v1/health", who="anyone", handle=_health, about="is it there"),
+    Endpoint(method="GET", path="/v1/health", right=None, handle=_health, about="is it there"),
+    Endpoint(method="GET", path="/v1/openapi.json", right=None, handle=_schema, about="this interface"),
     enrolling(_enrol),
-    Endpoint(method="POST", path="/v1/poll", who="facility", handle=_poll, body=SitePoll, about="of all runs at once"),
-    Endpoint(method="GET", path="/v1/federation", who="operator", handle=_status, about="sites and runs"),
-    Endpoint(method="POST", path="/v1/runs", who="operator", handle=_submit, body=Submission, about="begin a run"),
+    RENEWAL,
+    Endpoint(method="POST", path="/v1/poll", right="train", handle=_poll, body=SitePoll, about="of all runs at once"),
+    Endpoint(method="GET", path="/v1/federation", right="look", handle=_status, about="sites and runs"),
+    Endpoint(method="POST", path="/v1/runs", right="submit", handle=_submit, body=Submission, about="begin a run"),
+    Endpoint(method="GET", path="/v1/runs/{run}/log", right="look", handle=_log, about="the end of its log"),
+    Endpoint(method="GET", path="/v1/runs/{run}/models", right="look", handle=_models, about="those that are kept"),
+    Endpoint(
+        method="GET", path="/v1/runs/{run}/models/{version}", right="look", handle=_model, about="a model, or a part"
+    ),
+    of_facility("invite", "manage", _invite),
+    _revoking("revoke", keep=False),
+    _revoking("revoke-and-keep", keep=True),
+    Endpoint(method="GET", path="/v1/users", right="manage", handle=_users, about="users and their roles"),
     Endpoint(
         method="POST",
-        path="/v1/facilities/{facility}/{word}",
-        who="operator",
-        handle=_facility,
-        about="invite, revoke",
+        path="/v1/users/{user}",
+        right="manage",
+        handle=_set_user,
+        body=UserWanted,
+        most=4 << 10,
+        about="add a user, or change a role",
     ),
+    Endpoint(method="POST", path="/v1/users/{user}/remove", right="manage", handle=_remove_user, about="remove a user"),
 )

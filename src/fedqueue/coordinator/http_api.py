@@ -14,11 +14,11 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,19 +28,29 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from fedqueue import PROTOCOL, __version__
-from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, revoke
+from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, plain_name, revoke
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
 from fedqueue.coordinator.protocol_1 import OldAnswer, in_protocol_1
+from fedqueue.coordinator.rights import RIGHTS, Right, who_may
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, Update, Uploads, have, receive, send_file
-from fedqueue.errors import ConfigError
+from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import failpoint
 from fedqueue.protocol.codec import Json, encode, read
 from fedqueue.protocol.contract import MOST_REPORTS, Address, Answer, Invitation, one_line
 from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Scored, Started, Took
-from fedqueue.protocol.service import Done, Enrolled, EnrolmentRequest, Health, Offset, RefusalBody, RunStatus
+from fedqueue.protocol.service import (
+    Done,
+    Enrolled,
+    EnrolmentRequest,
+    Health,
+    Offset,
+    RefusalBody,
+    Renewed,
+    RunStatus,
+)
 from fedqueue.tensorfile import TensorFileError, UnreadableFileError
 
 log = logging.getLogger(__name__)
@@ -62,7 +72,9 @@ SAID_LENGTH: Final = 300
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
 PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
 
-Who = Literal["anyone", "facility", "operator"]
+RENEW: Final = "FedQueue-Renew"
+"""A header of answers: it is time to ask for a new credential."""
+
 Reply = Response | Answer | OldAnswer | Invitation | Enrolled | Offset | Done | RunStatus | Health | Schema
 
 
@@ -71,6 +83,7 @@ class Call:
     """One request, as a handler sees it: who asks, the numbers and names of its path, its body."""
 
     who: str
+    secret: str  # by which that is known
     request: Request
     path: Mapping[str, Any]  # numbers are whole numbers
     body: Any
@@ -82,7 +95,7 @@ class Endpoint:
 
     method: str
     path: str
-    who: Who
+    right: Right | None  # that who asks needs; None: anyone may
     handle: Callable[[Any, Call], Awaitable[Any]]  # of the service whose table it is in; what it answers is a `Reply`
     body: type | None = None
     most: int = BODY_LIMIT
@@ -101,6 +114,7 @@ class Service:
         self.access = access
         self.limits = Limits()
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # of large bodies
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="writer")  # of what must be on the disk
         self.app = Starlette(
             routes=[Route(e.path, _Served(self, e), methods=[e.method]) for e in endpoints],
             exception_handlers={HTTPException: _plain, Exception: _plain},
@@ -109,33 +123,51 @@ class Service:
 
     def close(self) -> None:
         self.reader.shutdown(wait=True, cancel_futures=True)
+        self.writer.shutdown(wait=True, cancel_futures=True)
 
-    def who(self, request: Request, allowed: Who) -> str:
-        """The facility that asks, or the operator; nobody's name where anyone may. Costs the coordinator nothing."""
+    async def write(self, act: Callable[[], T]) -> T:
+        """Have something done that waits for the disk: one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self.writer, act)
+
+    def who(self, request: Request, right: Right | None, *, under_way: bool = False) -> str:
+        """Who asks, which must have that right; nobody's name where anyone may. Costs the coordinator nothing.
+        `under_way`: the request was begun before."""
         said = request.headers.get("fedqueue-protocol", str(PROTOCOL))
         if said not in map(str, PROTOCOLS):
             raise Refused(426, f"protocol {said[:20]!r} is not spoken here, only {PROTOCOL}; update one of the two")
-        if allowed == "anyone":
+        if right is None:
             return ""
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        who = self.access.who(secret) if scheme.lower() == "bearer" and secret else None
-        if who is None:
-            raise Refused(401, "who asks? the credential is missing, unknown or revoked; enrol this facility")
-        if (who == OPERATOR) != (allowed == "operator"):
-            raise Refused(403, f"this is for {allowed}s alone")
+        secret = secret_of(request)
+        who = self.access.who(secret, under_way=under_way) if secret else None
+        role = self.access.role_of(who) if who is not None else None
+        if who is None or role is None:
+            if secret and self.access.has_expired(secret):
+                raise Refused(401, "this credential has expired; ask the operator for a new one")
+            raise Refused(401, "who asks? the credential is missing, unknown or revoked; ask the operator for another")
+        if right not in RIGHTS[role]:
+            raise Refused(403, f"this is for {who_may(right)} alone")
         return who
+
+
+def secret_of(request: Request) -> str:
+    """The credential that comes with it; empty: none."""
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    return secret if scheme.lower() == "bearer" else ""
 
 
 class Api(Service):
     """Of one run."""
 
-    def __init__(self, coordinator: Coordinator, access: Access, address: Address, *, hosted: bool = False) -> None:
-        """`hosted`: by a federation, which says who may ask."""
+    def __init__(
+        self, coordinator: Coordinator, access: Access, address: Address, *, hosted: bool = False, owner: str = OPERATOR
+    ) -> None:
+        """`hosted`: by a federation, which says who may ask. `owner`: who submitted the run."""
         super().__init__(access, ENDPOINTS)
         self.coordinator = coordinator
         self.facility_api = FacilityApi(coordinator)
         self.address = address
         self.hosted = hosted
+        self.owner = owner
         self.uploads = Uploads()
 
     async def ask(self, question: Callable[[], T]) -> T:
@@ -152,10 +184,15 @@ class Api(Service):
         self.facility_api.close()
         super().close()
 
-    def who(self, request: Request, allowed: Who) -> str:
-        who = super().who(request, allowed)
-        if who not in ("", OPERATOR, *self.coordinator.names):
+    def who(self, request: Request, right: Right | None, *, under_way: bool = False) -> str:
+        who = super().who(request, right, under_way=under_way)
+        role = self.access.role_of(who)
+        if right is None or role is None or RIGHTS[role][right] == "all" or right == "renew":
+            return who
+        if role == "facility" and who not in self.coordinator.names:
             raise Refused(403, f"{who} takes no part in this run")
+        if role != "facility" and who != self.owner:
+            raise Refused(403, f"this run is {plain_name(self.owner)}'s: only its owner and operators may do that")
         return who
 
 
@@ -179,15 +216,19 @@ class _Served:
     async def _answer(self, request: Request, held: ExitStack) -> Response:
         api, endpoint = self._api, self._endpoint
         try:
-            who = api.who(request, endpoint.who)
+            who, secret = api.who(request, endpoint.right), secret_of(request)
             if who:
                 held.enter_context(api.limits.one_more(who))
-                _may_still_ask.set(partial(api.who, request, endpoint.who))
+                _may_still_ask.set(partial(api.who, request, endpoint.right, under_way=True))
                 request.state.known(who)
+                if api.access.is_new(secret):
+                    with suppress(StorageError):  # the one before works until that can be written
+                        await api.write(partial(api.access.used, secret))
             path = {name: _path_value(name, value) for name, value in request.path_params.items()}
             path |= {name: _whole(request.query_params.get(name), name) for name in endpoint.query}
             given = await _json(api, who, request, endpoint) if endpoint.body is not None else None
-            answer = await endpoint.handle(api, Call(who=who, request=request, path=path, body=given))
+            call = Call(who=who, secret=secret, request=request, path=path, body=given)
+            answer = await endpoint.handle(api, call)
         except Refused as error:
             body = RefusalBody(reason=_said(error), received=error.received, offset=error.offset)
             return _Json(body, error.status)
@@ -202,7 +243,10 @@ class _Served:
         except Exception as error:
             log.error(f"{endpoint.method} {endpoint.path}: ours: {type(error).__name__}: {_said(error)}")
             raise
-        return answer if isinstance(answer, Response) else _Json(answer)
+        made = answer if isinstance(answer, Response) else _Json(answer)
+        if who and api.access.is_due(secret):
+            made.headers[RENEW] = "1"
+        return made
 
 
 class _Json(Response):
@@ -240,6 +284,13 @@ def enrolled(found: tuple[str, str] | None, run: str) -> Enrolled:
     if found is None:
         raise Refused(403, "the token is unknown, used already or too old; ask for a new invitation")
     return Enrolled(facility=found[0], credential=found[1], run=run)
+
+
+async def _renew(api: Service, call: Call) -> Renewed:
+    found = await api.write(lambda: changed(lambda: api.access.renew(call.secret)))
+    if found is None:
+        raise Refused(409, "this credential need not be renewed yet")
+    return Renewed(credential=found)
 
 
 def _must_be_alone(api: Api) -> None:
@@ -348,40 +399,61 @@ async def _status(api: Api, call: Call) -> RunStatus:
     return await api.ask(lambda: status(api.coordinator, api.access))
 
 
-async def _steer(api: Api, call: Call) -> Done:
-    act = {"pause": api.coordinator.pause, "resume": api.coordinator.resume, "stop": api.coordinator.stop}
-    word = call.path["word"]
-    if word not in act:
-        raise Refused(404, f"a run can be told {', '.join(act)}, not {word!r}")
-    await api.ask(act[word])
-    return Done(done=word, hindrance=api.coordinator.state.hindrance)
+def _steering(word: str) -> Endpoint:
+    async def steer(api: Api, call: Call) -> Done:
+        await api.ask(getattr(api.coordinator, word))
+        return Done(done=word, hindrance=api.coordinator.state.hindrance)
+
+    return Endpoint(method="POST", path=f"/v1/run/{word}", right="steer", handle=steer, about=f"{word} the run")
 
 
-async def _facility(api: Api, call: Call) -> Reply:
-    name, word = call.path["facility"], call.path["word"]
+def of_facility(word: str, right: Right, handle: Callable[[Any, Call], Awaitable[Any]]) -> Endpoint:
+    path = f"/v1/facilities/{{facility}}/{word}"
+    return Endpoint(method="POST", path=path, right=right, handle=handle, about=f"{word} a facility")
+
+
+def _facility(api: Api, call: Call) -> str:
+    name: str = call.path["facility"]
     if name not in api.coordinator.names:
         raise Refused(404, f"there is no facility {name!r}; there are {', '.join(api.coordinator.names)}")
-    if word == "invite" or word.startswith("revoke"):
+    return name
+
+
+async def _drain(api: Api, call: Call) -> Done:
+    name = _facility(api, call)
+    await api.ask(lambda: api.coordinator.drain(name))
+    return Done(done="drain")
+
+
+async def _join(api: Api, call: Call) -> Done:
+    name = _facility(api, call)
+    await api.ask(lambda: api.coordinator.join(name))
+    return Done(done="join")
+
+
+async def _invite(api: Api, call: Call) -> Invitation:
+    _must_be_alone(api)
+    name = _facility(api, call)
+    token, at = await api.ask(lambda: changed(lambda: api.access.invite(name))), api.address
+    return Invitation(url=at.url, token=token, certificate=at.certificate, run=at.run)
+
+
+def _revoking(word: str, *, keep: bool) -> Endpoint:
+    async def take_back(api: Api, call: Call) -> Done:
         _must_be_alone(api)
-    if word == "invite":
-        token, at = await api.ask(lambda: changed(lambda: api.access.invite(name))), api.address
-        return Invitation(url=at.url, token=token, certificate=at.certificate, run=at.run)
-    if word in ("revoke", "revoke-and-keep"):
-        had = await api.ask(lambda: revoke(api.coordinator, api.access, name, keep=word != "revoke"))
+        name = _facility(api, call)
+        had = await api.ask(lambda: revoke(api.coordinator, api.access, name, keep=keep))
         await api.uploads.end_all(name)
         return Done(done=word, had=had)
-    act = {"drain": api.coordinator.drain, "join": api.coordinator.join}
-    if word not in act:
-        raise Refused(404, f"a facility can be told {', '.join((*act, 'invite', 'revoke'))}, not {word!r}")
-    await api.ask(lambda: act[word](name))
-    return Done(done=word)
+
+    return of_facility(word, "manage", take_back)
 
 
 def enrolling(handle: Callable[[Any, Call], Awaitable[Enrolled]]) -> Endpoint:
     return Endpoint(
         method="POST",
         path="/v1/enroll",
-        who="anyone",
+        right=None,
         handle=handle,
         body=EnrolmentRequest,
         most=4 << 10,
@@ -389,21 +461,25 @@ def enrolling(handle: Callable[[Any, Call], Awaitable[Enrolled]]) -> Endpoint:
     )
 
 
+RENEWAL: Final = Endpoint(
+    method="POST", path="/v1/credential", right="renew", handle=_renew, about="a new credential, when it is time"
+)
+
 UPDATE: Final = "/v1/updates/{sequence}/{attempt}/{sha256}"
 PART: Final = "/v1/updates/{sequence}/{attempt}/part-{part}/{sha256}"  # of a job that stays, after its first
 
 
 def _update_endpoints(path: str) -> tuple[Endpoint, ...]:
     put = Endpoint(
-        method="PUT", path=path, who="facility", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
+        method="PUT", path=path, right="train", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
     )
     return (
-        Endpoint(method="GET", path=path, who="facility", handle=_offset, about="how many bytes of an update are here"),
+        Endpoint(method="GET", path=path, right="train", handle=_offset, about="how many bytes of an update are here"),
         put,
         Endpoint(
             method="POST",
             path=path,
-            who="facility",
+            right="train",
             handle=_commit,
             body=Handin,
             most=64 << 10,
@@ -413,22 +489,23 @@ def _update_endpoints(path: str) -> tuple[Endpoint, ...]:
 
 
 ENDPOINTS: Final = (
-    Endpoint(method="GET", path="/v1/health", who="anyone", handle=_health, about="is it there"),
-    Endpoint(method="GET", path="/v1/openapi.json", who="anyone", handle=_schema, about="this interface"),
+    Endpoint(method="GET", path="/v1/health", right=None, handle=_health, about="is it there"),
+    Endpoint(method="GET", path="/v1/openapi.json", right=None, handle=_schema, about="this interface"),
     enrolling(_enrol),
-    Endpoint(method="POST", path="/v1/poll", who="facility", handle=_poll, body=Poll, about="reports, and what to do"),
-    Endpoint(method="GET", path="/v1/models/{version}", who="facility", handle=_model, about="a model, or a part"),
+    Endpoint(method="POST", path="/v1/poll", right="train", handle=_poll, body=Poll, about="reports, and what to do"),
+    Endpoint(method="GET", path="/v1/models/{version}", right="train", handle=_model, about="a model, or a part"),
     *_update_endpoints(UPDATE),
     *_update_endpoints(PART),
-    Endpoint(method="GET", path="/v1/status", who="operator", handle=_status, about="how the run gets on"),
-    Endpoint(method="POST", path="/v1/run/{word}", who="operator", handle=_steer, about="pause, resume, stop"),
-    Endpoint(
-        method="POST",
-        path="/v1/facilities/{facility}/{word}",
-        who="operator",
-        handle=_facility,
-        about="drain, join, invite, revoke",
-    ),
+    RENEWAL,
+    Endpoint(method="GET", path="/v1/status", right="look", handle=_status, about="how the run gets on"),
+    _steering("pause"),
+    _steering("resume"),
+    _steering("stop"),
+    of_facility("drain", "steer", _drain),
+    of_facility("join", "steer", _join),
+    of_facility("invite", "manage", _invite),
+    _revoking("revoke", keep=False),
+    _revoking("revoke-and-keep", keep=True),
 )
 
 
@@ -525,5 +602,6 @@ def _said(error: Exception) -> str:
 
 async def _plain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        return _Json(RefusalBody(reason=error.detail), error.status_code, headers=error.headers)
+        reason = "there is no such endpoint here" if error.status_code == 404 else error.detail
+        return _Json(RefusalBody(reason=reason), error.status_code, headers=error.headers)
     return _Json(RefusalBody(reason=f"ours: {type(error).__name__}; please report it"), 500)

@@ -56,7 +56,7 @@ def _operation(endpoint: Endpoint) -> Schema:
         ],
         "responses": {"default": {"description": "JSON; a refusal has a reason"}},
     }
-    if endpoint.who != "anyone":
+    if endpoint.right is not None:
         made["security"] = [{"credential": []}]
     if endpoint.body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_type(endpoint.body)}}}

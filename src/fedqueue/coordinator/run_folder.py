@@ -82,8 +82,9 @@ MakeModel = Callable[[Config, Path, Path], Sequence[int]]
 """Has the task of the run in a folder make its first model in a file; the sizes of the facilities' data."""
 
 
-def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_model) -> None:
-    """A ledger with the first model, unless there is one: a start that was killed half way begins again."""
+def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_model, *, owner: str = "") -> None:
+    """A ledger with the first model, unless there is one: a start that was killed half way begins again. `owner`: who
+    submitted it to a federation."""
     from fedqueue.coordinator.server import ADDRESS  # needs an extra, of which `stored_config` must be able to tell
 
     store_task(config, folder)
@@ -99,6 +100,8 @@ def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_mo
     digest, sizes = _first(config, folder, make_model)
     plan = make_plan(config, sizes, read_learned(folder))
     meta = describe(config, plan, seed=config.run.seed, driver="coordinator")
+    if owner:
+        meta["owner"] = owner
     first = Store(folder).path(digest)
     roles = special(tensorfile.roles(tensorfile.read_header(first), first))
     Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest, "roles": roles}).close()
@@ -173,7 +176,10 @@ def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Se
         raw = given
     elif config.task.name == "timing":
         values = max(1, int(config.simulator.model_megabytes * 1e6 / 4))
-        tensorfile.write(raw, {"weight": np.zeros(values, np.float32)})
+        try:
+            tensorfile.write(raw, {"weight": np.zeros(values, np.float32)})
+        except (MemoryError, OverflowError, ValueError):
+            raise ConfigError("simulator.model_megabytes: is more than this machine has memory for") from None
     elif config.worker.command is not None:
         raise ConfigError("model.initial: is missing; with a worker.command of your own, name a safetensors file")
     else:

@@ -82,7 +82,7 @@ class _OwnServer:
 
     @contextmanager
     def open(self, coordinator: Coordinator) -> Iterator[None]:
-        access = Access(self.folder)
+        access = Access(self.folder, self.config.server.credential_days)
         settle(coordinator, access)
         with (
             serving(coordinator, access, self.listener, plain=self.plain) as address,

@@ -17,6 +17,9 @@ MOST_RUNS: Final = 100
 """Of one facility, at once."""
 DEFAULT_OFFER: Final = "default"
 
+UserRole = Literal["operator", "submitter", "viewer"]
+"""Of somebody who is no facility."""
+
 Refusal = Literal["superseded", "other bytes", "set back", "not allowed", "refused"]
 """Why not: the job is closed or another attempt counts; what arrived is not what was meant; reports do not follow on
 those that are there; nobody knows who asks; anything else."""
@@ -46,6 +49,13 @@ class Enrolled:
     facility: str
     credential: str
     run: str  # its name
+
+
+@message
+class Renewed:
+    """The next credential of who asks; the one before works until this one is used."""
+
+    credential: str
 
 
 @message
@@ -180,11 +190,10 @@ class SiteAnswer:
 
 @message
 class Submission:
-    """A run that somebody wants: the plain values of its config file, and the folder on the server that relative paths
-    in it begin at."""
+    """A run that somebody wants: the plain values of its config file."""
 
     config: dict[str, Any]  # as TOML has it; it is read as every config is
-    folder: str
+    folder: str = later(default="")  # on the server, where relative paths in it begin: for who is on that machine
 
 
 @message
@@ -216,6 +225,7 @@ class HostedRun:
     model: int | None  # the newest; None: nobody can say now
     score: float | None
     facilities: list[str]
+    owner: str = later(default="")  # the user who submitted it; empty: the operator on the server's machine
 
 
 @message
@@ -223,3 +233,53 @@ class FederationStatus:
     folder: str
     sites: list[SiteStatus]
     runs: list[HostedRun]
+
+
+@message
+class KeptModel:
+    """Of a run, in its folder."""
+
+    version: int
+    ready_at: float  # seconds on the run clock
+    score: float | None
+    best: bool
+    newest: bool
+    sha256: str
+
+
+@message
+class KeptModels:
+    models: list[KeptModel]  # the oldest first
+
+
+# Users --------------------------------------------------------------------------------------------------
+
+
+@message
+class UserWanted:
+    """Somebody who is to be known, or to have this role from now on."""
+
+    role: UserRole
+    anew: bool  # with a new credential, which ends the one before
+
+
+@message
+class UserGiven:
+    """Where a user finds the federation, and by what it knows the user."""
+
+    url: str
+    certificate: str | None
+    name: str
+    role: UserRole
+    credential: str | None  # None: it stays as it was
+
+
+@message
+class User:
+    name: str
+    role: UserRole
+
+
+@message
+class Users:
+    users: list[User]
