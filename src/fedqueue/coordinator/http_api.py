@@ -357,6 +357,11 @@ async def _steer(api: Api, call: Call) -> Done:
     return Done(done=word, hindrance=api.coordinator.state.hindrance)
 
 
+async def _roll_back(api: Api, call: Call) -> Done:
+    await api.ask(lambda: api.coordinator.roll_back(call.path["version"]))
+    return Done(done="rollback", hindrance=api.coordinator.state.hindrance)
+
+
 async def _facility(api: Api, call: Call) -> Reply:
     name, word = call.path["facility"], call.path["word"]
     if name not in api.coordinator.names:
@@ -422,6 +427,13 @@ ENDPOINTS: Final = (
     *_update_endpoints(PART),
     Endpoint(method="GET", path="/v1/status", who="operator", handle=_status, about="how the run gets on"),
     Endpoint(method="POST", path="/v1/run/{word}", who="operator", handle=_steer, about="pause, resume, stop"),
+    Endpoint(
+        method="POST",
+        path="/v1/rollback/{version}",
+        who="operator",
+        handle=_roll_back,
+        about="take back every model after this one",
+    ),
     Endpoint(
         method="POST",
         path="/v1/facilities/{facility}/{word}",
