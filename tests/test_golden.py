@@ -3,6 +3,7 @@ the difference: it is what changed for the facilities."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -324,6 +325,32 @@ def test_stop_by_the_operator_is_as_written_down(request: pytest.FixtureRequest)
         messages.ModelReady(at=12.0, version=1),
     ]
     compare("stop", text_of([(event, list(strategy.handle(event))) for event in events]), request)
+
+
+def test_models_that_are_taken_back_are_as_written_down(request: pytest.FixtureRequest) -> None:
+    """West was bound to the model that is taken back, East hands in what it made of it."""
+    names = ("east", "west")
+    profiles = (FacilityProfile(name=n, data_weight=0.5, steps_per_second=10.0, first_delay=2.0) for n in names)
+    strategy = STRATEGIES["fedqueue"](
+        Plan(facilities=tuple(profiles), round_length=10.0, rounds=2), STRATEGIES["fedqueue"].Options()
+    )
+    receipt = Receipt(job_id="east/0", attempt=0, base_version=0, steps_done=60, train_seconds=6.0, admission_delay=2.0)
+    later = replace(receipt, job_id="east/1", base_version=1)
+    events: list[Event] = [
+        RunStarted(at=0.0),
+        UpdateArrived(at=8.0, receipt=receipt),
+        UpdateArrived(at=8.5, receipt=replace(receipt, job_id="west/0")),
+        messages.TimerFired(at=10.0, key="cutoff/0"),
+        messages.ModelReady(at=10.5, version=1),
+        UpdateArrived(at=18.0, receipt=later),
+        messages.RolledBack(at=18.5, version=0),
+        messages.RolledBack(at=18.5, version=3),
+        messages.ModelReady(at=19.0, version=2),
+        messages.TimerFired(at=20.0, key="cutoff/1"),
+        messages.TimerFired(at=20.0, key="cutoff/2"),
+        messages.ModelReady(at=20.5, version=3),
+    ]
+    compare("rolled-back", text_of([(event, list(strategy.handle(event))) for event in events]), request)
 
 
 def compare(name: str, text: str, request: pytest.FixtureRequest) -> None:

@@ -33,6 +33,7 @@ from fedqueue.protocol.messages import (
     ModelReady,
     PostWork,
     Record,
+    RolledBack,
     RunPaused,
     RunResumed,
     StopRequested,
@@ -365,7 +366,9 @@ def operators(draw: st.DrawFn) -> list[Event]:
     events: list[Event] = []
     for at in draw(st.lists(st.floats(0, 150), max_size=4)):
         name = draw(st.sampled_from(["f0", "f1"]))
-        kind = draw(st.sampled_from(["pause", "fault", "drain", "join", "restart", "leave", "revoke", "stop"]))
+        kind = draw(
+            st.sampled_from(["pause", "fault", "drain", "join", "restart", "leave", "revoke", "stop", "rollback"])
+        )
         if kind == "pause":
             events += [RunPaused(at=at), RunResumed(at=at + draw(st.floats(0, 20)))]
         elif kind == "fault":
@@ -373,6 +376,8 @@ def operators(draw: st.DrawFn) -> list[Event]:
             events += [RunPaused(at=at, reason="a file is missing"), RunResumed(at=mended_at, mended=True)]
         elif kind == "stop":
             events.append(StopRequested(at=at))
+        elif kind == "rollback":
+            events.append(RolledBack(at=at, version=draw(st.integers(0, 4))))
         elif kind == "restart":
             events.append(CoordinatorResumed(at=at, down_seconds=100.0))
         elif kind == "revoke":

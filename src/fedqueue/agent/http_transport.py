@@ -192,6 +192,10 @@ class Client:
         """Tell the run: pause, resume or stop."""
         return self._checked(Done, self.call("POST", f"/v1/run/{word}"))
 
+    def roll_back(self, version: int) -> Done:
+        """Take back every model after this one."""
+        return self._checked(Done, self.call("POST", f"/v1/rollback/{version}"))
+
     def tell(self, facility: str, word: str) -> Done:
         """Have a facility treated so: drain, join or revoke."""
         return self._checked(Done, self.call("POST", f"/v1/facilities/{quote(facility, safe='')}/{word}"))

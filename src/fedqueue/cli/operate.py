@@ -55,6 +55,8 @@ class Verb:
         parser.add_argument("folder", type=Path, metavar="RUN", help=RUN)
         if self.facility:
             parser.add_argument("facility", metavar="FACILITY")
+        if self.__name__ == "rollback":
+            parser.add_argument("version", type=int, metavar="VERSION", help="the model to go back to")
         if self.__name__ == "status":
             parser.add_argument("--json", action="store_true", help="print it as one JSON object and nothing else")
         if self.__name__ == "revoke":
@@ -181,6 +183,16 @@ def _tell(word: str) -> Callable[[argparse.Namespace], int]:
         return 0
 
     return act
+
+
+def _roll_back(args: argparse.Namespace) -> int:
+    if args.version < 0:
+        raise ConfigError(f"VERSION: must be 0 or more, found {args.version}")
+    answer = ask(args.folder, lambda client: client.roll_back(args.version))
+    print(f"the next model is model {args.version} again; what was made of those after it does not count")
+    if answer.hindrance:
+        print(f"the run is held: {answer.hindrance}")
+    return 0
 
 
 def _tell_facility(word: str) -> Callable[[argparse.Namespace], int]:
@@ -326,6 +338,13 @@ VERBS = (
         "end a run now",
         "End a run now; jobs under way are cancelled.",
         _tell("stop"),
+    ),
+    Verb(
+        "rollback",
+        "take models back",
+        "Take back every model after VERSION, such as those that a hostile facility has spoilt: the next one is that "
+        "model again, on record, and later ones are made from it. Revoke or drain the facility first.",
+        _roll_back,
     ),
     Verb(
         "drain",

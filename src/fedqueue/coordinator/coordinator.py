@@ -42,6 +42,7 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
+    RolledBack,
     RunPaused,
     RunResumed,
     RunStarted,
@@ -62,6 +63,9 @@ T = TypeVar("T")
 
 HEARTBEAT_SECONDS: Final = 1.0
 """How much of the run clock a killed coordinator may lose."""
+
+KEPT_BEHIND: Final = 2
+"""Of the models before the newest, those that are kept in any case while the run goes on: to go back to."""
 
 GOODBYE_SECONDS: Final = 60.0
 """How long an agent that knows of the run's end may take to end its jobs."""
@@ -483,6 +487,19 @@ class Coordinator:
             self.clock.start()
         self.tell(StopRequested(at=self.now))
 
+    def roll_back(self, version: int) -> None:
+        """Take back every model after this one."""
+        self._must_run()
+        newest = self.state.newest
+        if version >= newest:
+            raise Refused(409, f"model {newest} is the newest, so there is nothing after model {version} to take back")
+        there = [v for v, digest in self.outcomes.models.items() if self.store.path(digest).exists()]
+        if version not in there:
+            older = ", ".join(str(v) for v in there if v < newest) or "none"
+            gone = f"the file of model {version} is no longer kept; of those before {newest} there are: {older}"
+            raise Refused(409, f'{gone}; [model] keep = "all" keeps every one')
+        self.tell(RolledBack(at=self.now, version=version))
+
     def shut_out(self, name: str, *, keep: bool) -> None:
         """Its credential was revoked: nobody waits for it, and what it handed in counts only if the operator says so
         or it is in a model already, or in one that is being made."""
@@ -565,6 +582,9 @@ class Coordinator:
     def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> Made:
         current = self.outcomes.models[command.from_version]
         moments = self.outcomes.moments.get(command.from_version, ())
+        if command.to_version > command.from_version + 1:  # models were taken back, maybe because of their files
+            self.store.verify(current)
+            moments = moments if all(self.store.path(digest).exists() for digest in moments) else ()
         if not contributions:
             return Made(current, moments)
         scratch, is_first = self.store.scratch(f"v{command.to_version}"), command.from_version == 0
@@ -660,8 +680,10 @@ class Coordinator:
         state, models = self.state, self.outcomes.models
         unheard = state.started and not all(p.ever for name, p in self.presence.items() if state.facilities[name].jobs)
         versions = set(models) if self.config.model.keep == "all" else state.versions_needed()
-        needed = {models[version] for version in versions | self.scores.needed() if version in models}
-        needed.update(self.outcomes.moments.get(state.newest, ()))
+        recent = {state.newest - back for back in range(1 if state.stopped is not None else 1 + KEPT_BEHIND)}
+        needed = {models[version] for version in versions | recent | self.scores.needed() if version in models}
+        for version in recent:
+            needed.update(self.outcomes.moments.get(version, ()))
         needed.update(receipt.digest for receipt in state.held_updates().values())
         if unheard:  # a job may have taken an older version before we were there to hear of it
             needed |= self._found

@@ -407,6 +407,11 @@ def _steering(word: str) -> Endpoint:
     return Endpoint(method="POST", path=f"/v1/run/{word}", right="steer", handle=steer, about=f"{word} the run")
 
 
+async def _roll_back(api: Api, call: Call) -> Done:
+    await api.ask(lambda: api.coordinator.roll_back(call.path["version"]))
+    return Done(done="rollback", hindrance=api.coordinator.state.hindrance)
+
+
 def of_facility(word: str, right: Right, handle: Callable[[Any, Call], Awaitable[Any]]) -> Endpoint:
     path = f"/v1/facilities/{{facility}}/{word}"
     return Endpoint(method="POST", path=path, right=right, handle=handle, about=f"{word} a facility")
@@ -501,6 +506,13 @@ ENDPOINTS: Final = (
     _steering("pause"),
     _steering("resume"),
     _steering("stop"),
+    Endpoint(
+        method="POST",
+        path="/v1/rollback/{version}",
+        right="steer",
+        handle=_roll_back,
+        about="take back every model after this one",
+    ),
     of_facility("drain", "steer", _drain),
     of_facility("join", "steer", _join),
     of_facility("invite", "manage", _invite),

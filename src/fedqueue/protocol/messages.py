@@ -112,6 +112,13 @@ class StopRequested(_Event):
 
 
 @message
+class RolledBack(_Event):
+    """The operator takes back every model after this version: the next one is this version again."""
+
+    version: int
+
+
+@message
 class CoordinatorResumed(_Event):
     down_seconds: float  # on the wall clock; the run clock stood still
 
@@ -306,6 +313,7 @@ Event = (
     | RunPaused
     | RunResumed
     | StopRequested
+    | RolledBack
     | CoordinatorResumed
     | FacilityJoined
     | FacilityLeft

@@ -39,6 +39,7 @@ from fedqueue.protocol.messages import (
     NodeHoursTold,
     PostWork,
     Record,
+    RolledBack,
     RunPaused,
     RunResumed,
     RunStarted,
@@ -222,6 +223,8 @@ class RunState:
         self.making: dict[int, Aggregate] = {}  # asked for and not made, by version
         self.updates: dict[UpdateKey, Receipt] = {}  # arrived, and not yet part of a model or settled otherwise
         self.kept: dict[UpdateKey, Receipt] = {}  # part of a model, and may be asked for again
+        self.taken_back: set[int] = set()  # versions
+        self._copies: set[int] = set()  # versions that are an earlier one again
         self._timers: list[tuple[float, int, str]] = []
         self._ticket = 0
 
@@ -253,6 +256,11 @@ class RunState:
     def timer(self, key: str) -> float | None:
         """When the first timer fires whose key begins like this."""
         return min((at for at, _, found in self._timers if found.startswith(key)), default=None)
+
+    @property
+    def progress(self) -> int:
+        """How many models were made that count: those that were taken back do not."""
+        return self.newest - len(self.taken_back | self._copies)
 
     def versions_needed(self) -> set[int]:
         """Versions that a job, standing work, an update or a model to be made refers to."""
@@ -490,6 +498,15 @@ class RunState:
             self.updates.pop(share.key, None)
         return True
 
+    def _rolled_back(self, event: RolledBack) -> bool:
+        """The strategy asks for the next model, which is the old one."""
+        if not 0 <= event.version < self.newest:
+            return False
+        last = max([self.newest, *self.making])
+        self.taken_back.update(range(event.version + 1, last + 1))
+        self._copies.add(last + 1)
+        return True
+
     def _told_to_others(self, event: StopRequested | ModelScored) -> bool:
         """It changes nothing that is open; the strategy may."""
         return True
@@ -601,6 +618,7 @@ _HAPPENED: Final[dict[type, Callable[[RunState, Any], bool]]] = {
     RunPaused: RunState._run_paused,
     RunResumed: RunState._run_resumed,
     StopRequested: RunState._told_to_others,
+    RolledBack: RunState._rolled_back,
     CoordinatorResumed: RunState._coordinator_resumed,
     TimerFired: RunState._timer_fired,
     FacilityJoined: RunState._facility_joined,

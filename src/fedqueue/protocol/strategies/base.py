@@ -15,6 +15,7 @@ fills in:
     lost          do not count on this facility for now
     withdrawn     updates of a facility that arrived, and are in no model yet, must not be used
     resumed       the coordinator was down; the run clock stood still, so what the strategy holds is right
+    rolled_back   models were taken back; a version that is an earlier one again was asked for
 
 Nothing here reads a clock, draws a random number or touches a tensor.
 """
@@ -28,7 +29,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from fedqueue.protocol.aggregation import Update
 from fedqueue.protocol.budget import wall_request
-from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, UpdateKey, facility_of, job_id
+from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, Receipt, UpdateKey, facility_of, job_id
 from fedqueue.protocol.messages import (
     Aggregate,
     AggregationRule,
@@ -53,6 +54,7 @@ from fedqueue.protocol.messages import (
     NodeHoursTold,
     Record,
     RecordKind,
+    RolledBack,
     RunPaused,
     RunResumed,
     RunStarted,
@@ -91,6 +93,7 @@ class Ingredient(NamedTuple):
     clip: float  # of its change, the part that counts
 
 
+TAKEN_BACK = "it was trained from model {}, which was taken back"
 STRETCH = 1.5  # wall time asked for steps that nothing bounds in time, over what they should take
 NO_WAIT = Forecast(0.0, ((0.5, 0.0),))
 
@@ -174,6 +177,9 @@ class Strategy:
         pass
 
     def resumed(self) -> None:
+        pass
+
+    def rolled_back(self) -> None:
         pass
 
     def lost(self, facility: Facility) -> None:
@@ -466,6 +472,37 @@ class Strategy:
     def _stop_requested(self, event: StopRequested) -> None:
         self._end("stopped by the operator")
 
+    def _rolled_back(self, event: RolledBack) -> None:
+        """The next model is that version again. What was made of models that are taken back is of no use: it would
+        bring back what they had learned. Jobs that stay go on, and take the model that comes."""
+        version = Aggregate(from_version=event.version, to_version=self.made + 1, rule="add_deltas", weights=())
+        self.want(version)
+        self._making[version.to_version] = []
+        self.made += 1
+        making = self._keys_in_making()
+        for facility in self.facilities.values():
+            gone = [
+                update
+                for key, update in self._unsettled.items()
+                if update.facility == facility.name and key not in making and self._is_taken_back(update.receipt)
+            ]
+            for update in gone:
+                self.settle(update, "expired", reason=TAKEN_BACK.format(update.receipt.base_version))
+            self.withdrawn(facility, gone)
+        for facility in self.facilities.values():
+            for job in list(facility.jobs.values()):
+                stays_on = job.stays and job.phase == "running"
+                if job.assignment is not None and not stays_on and job.assignment.base_version in self.state.taken_back:
+                    self.want(CancelJob(job_id=job.order.job_id))
+            self.lost(facility)
+        self.rolled_back()
+
+    def _is_taken_back(self, receipt: Receipt) -> bool:
+        return receipt.base_version in self.state.taken_back
+
+    def _keys_in_making(self) -> set[UpdateKey]:
+        return {update.receipt.key for made_of in self._making.values() for update, *_ in made_of}
+
     def _end(self, reason: str) -> None:
         """Give no more work; a model under way is waited for, but not one that cannot be made now. (Then the run clock
         stands still, so it is the operator who ends the run.)"""
@@ -483,7 +520,7 @@ class Strategy:
         for update, staleness, weight, clip in self._making.pop(event.version):
             clipped: dict[str, Scalar] = {} if clip == 1 else {"clip": clip}
             self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version, **clipped)
-        if self.plan.rounds is not None and self.ready >= self.plan.rounds:
+        if self.plan.rounds is not None and self.state.progress >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
             self.stop(self._end_reason)
@@ -551,7 +588,7 @@ class Strategy:
 
     def _updates_withdrawn(self, event: UpdatesWithdrawn) -> None:
         facility = self.facilities[event.facility]
-        making = {update.receipt.key for made_of in self._making.values() for update, *_ in made_of}
+        making = self._keys_in_making()
         waiting = [u for key, u in self._unsettled.items() if u.facility == facility.name and key not in making]
         for update in waiting:
             self.settle(update, "rejected", reason=event.reason)
@@ -723,6 +760,10 @@ class Strategy:
         facility.stretch, facility.outlasted = 1.0, 0.0
         if facility.status in ("suspended", "out"):
             self._works_again(facility)
+        if self._is_taken_back(receipt):
+            self._record_fate(receipt.key, "expired", reason=TAKEN_BACK.format(receipt.base_version))
+            self._offer(facility, "arrival")
+            return self._stop_if_nobody_is_left()
         cutoff = work.cutoff if work is not None else None
         deferred = cutoff is not None and self.missed(facility, cutoff)
         rate = self.plan.learning_rate if work is None else work.learning_rate
@@ -783,6 +824,7 @@ _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     RunPaused: _nothing_to_decide,
     RunResumed: Strategy._run_resumed,
     StopRequested: Strategy._stop_requested,
+    RolledBack: Strategy._rolled_back,
     CoordinatorResumed: Strategy._coordinator_resumed,
     FacilityJoined: Strategy._facility_joined,
     FacilityLeft: Strategy._facility_withdrew,

@@ -84,6 +84,10 @@ class RoundStrategy(Strategy):
         self.buffer.drop(updates)
         self._last.pop(facility.name, None)
 
+    def rolled_back(self) -> None:
+        self.round += 1  # the version that is asked for is that of the next round, which has begun; its cutoff stays
+        self._set_cutoff()
+
     def timer(self, key: str) -> None:
         if key == f"cutoff/{self.round}":
             cutoff = self.next_cutoff
