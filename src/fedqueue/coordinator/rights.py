@@ -14,8 +14,8 @@ Role = UserRole | Literal["facility"]
 
 Right = Literal["train", "look", "submit", "steer", "manage", "renew"]
 """train: what agents ask, of jobs, models and updates. look: see how runs get on, read their logs, fetch their models.
-submit: begin runs. steer: pause, resume and stop a run, take models back; drain and join its facilities. manage: invite and revoke
-facilities; add and remove users. renew: replace the credential by a new one."""
+submit: begin runs. steer: pause, resume and stop a run, take models back; drain and join its facilities. manage: invite
+and revoke facilities; add and remove users. renew: replace the credential by a new one."""
 
 Extent = Literal["all", "own"]
 """Of all runs; or of those that a user has submitted, that a facility takes part in. A credential is always its own."""
