@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ ROWS = [
 
 
 @pytest.fixture
-def files(in_tmp: Path) -> Iterator[Path]:
+def files(in_tmp: Path) -> Path:
     for name, rows in (("north", ROWS[:8]), ("south", ROWS[4:]), ("test", ROWS[::3])):
         write(in_tmp / f"{name}.jsonl", rows)
     return in_tmp
