@@ -322,11 +322,16 @@ def test_a_wrong_option_is_refused_when_the_config_is_read(options: dict[str, An
         parse(tree)
 
 
-def test_a_folder_that_is_no_model_is_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_model_and_data_that_nobody_names_are_refused(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = files / "lm.toml"
     config.write_text(CONFIG.format(model="nowhere"))
     assert main(["simulate", str(config), "--no-plots", "--out", "run"]) != 0
     assert f"{files}/nowhere is neither a folder with a config.json nor a .gguf file" in capsys.readouterr().err
+    config.write_text(CONFIG.format(model=STORIES).replace("train =", "# train ="))
+    assert main(["simulate", str(config), "--no-plots", "--out", "run"]) == 2
+    assert "task.options.train: is missing" in capsys.readouterr().err
 
 
 def test_one_file_is_shared_out_by_a_label(files: Path) -> None:

@@ -14,8 +14,9 @@ from fedqueue.protocol.aggregation import factor_names
 
 Matrix = npt.NDArray[np.float64]
 
-LEAST_SCALE = 0.01
-"""Of the rows of a new A, against the longest: none is so short that it learns nothing."""
+LEAST_SCALE = 0.3
+"""Of the singular values of a new A, against its largest one: B has to make up for what is small in A, and with 0.01 it
+became so large that training diverged."""
 
 
 def weighted_factors(

@@ -39,8 +39,8 @@ def need(*extras: Extra, instead: str = "") -> None:
             raise ConfigError(f"{USES[extra]} needs {', '.join(missing)}: {install(extra)}{instead}")
 
 
-def need_for(config: Config, *, plots: bool = False, real: bool = False) -> None:
-    """What a run of this config needs."""
+def need_for(config: Config, *, plots: bool = False, real: bool = False, elsewhere: bool = False) -> None:
+    """What a run of this config needs; `elsewhere`: sites train by commands of their own."""
     trains = config.task.name != "timing" and not (real and config.worker.command is not None)
     if real:
         if STRATEGIES[config.run.strategy].keeps_variates:
@@ -53,6 +53,8 @@ def need_for(config: Config, *, plots: bool = False, real: bool = False) -> None
         need("train")
         if config.task.name == CAUSAL_LM:
             need("lm")
+            if "train" not in config.task.options and not elsewhere:
+                raise ConfigError("task.options.train: is missing; name one file, or a file for each facility")
     if plots:
         need("plots", instead=", or add --no-plots")
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         extras.need("serve")
         return _serve_federation(args.config.absolute(), plain=args.plain_http)
     config, tree = run_here.begin(args.config, args.changes)
-    extras.need_for(config, real=True)
+    extras.need_for(config, real=True, elsewhere=True)
     if tree is None:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: a run goes on as it began; begin another to change something")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
-from fedqueue.errors import ConfigError, TaskError, describe
+from fedqueue.errors import ConfigError, FedQueueError, TaskError, describe
 from fedqueue.plugins import plugins
 from fedqueue.protocol.aggregation import buffer_roles
 from fedqueue.training.causal_settings import CAUSAL_LM
@@ -177,6 +177,8 @@ def blaming(name: str, doing: str) -> Iterator[None]:
     """What goes wrong inside is the workload's code or a model that does not fit it: say so in one line."""
     try:
         yield
+    except FedQueueError:  # which says so already
+        raise
     except Exception as error:
         raise TaskError(f"task {name!r}: {doing} raised {describe(error)}") from error
 
