@@ -74,9 +74,8 @@ def test_models_are_taken_back_on_a_run_at_work_and_stay_so_over_a_kill(
 
 def test_what_was_trained_from_a_model_that_is_taken_back_does_not_enter_later_ones(tmp_path: Path) -> None:
     """Handed in before, and waiting."""
-    with serving(
-        tmp_path, facilities=("north", "south"), plain=True, strategy="fedbuff", options={"buffer": 2}
-    ) as served:
+    names, both = ("north", "south"), {"wait_for": 2}
+    with serving(tmp_path, facilities=names, plain=True, strategy="fedavg", server=both) as served:
         north, south = served.facility("north"), served.facility("south")
         north.poll()
         south.poll()
@@ -85,6 +84,8 @@ def test_what_was_trained_from_a_model_that_is_taken_back_does_not_enter_later_o
             who.taken = None
         wait_for(lambda: served.status()["model"] == 1, "a model", served.said)
         waits = north.running()
+        assert waits.assignment is not None
+        assert waits.assignment.base_version == 1
         assert north.hand_in(waits, update(tmp_path, 50.0))["status"] == "accepted"
         assert main(["rollback", str(served.folder), "0"]) == 0
         wait_for(lambda: served.status()["model"] == 2, "model 0 again", served.said)

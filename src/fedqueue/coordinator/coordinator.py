@@ -139,7 +139,8 @@ class Presence:
     """When a facility was last heard of; not in the ledger, since only the time since then counts."""
 
     heard: float  # monotonic
-    poll_seconds: float = 0.0
+    poll_seconds: float = 0.0  # until its next poll, as it says
+    longest_gap: float = 0.0  # between two that came
     session: str = ""
     generation: int = -1
     host: str = ""
@@ -406,10 +407,14 @@ class Coordinator:
             return
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard
-            patience = max(self.config.server.away_seconds, 3 * presence.poll_seconds)
+            patience = max(self.config.server.away_seconds, 3 * self._polls_after(presence))
             if not self.state.facilities[name].away and silent > patience:
                 log.warning(f"{name} has not been heard of for {silent:.0f} s")
                 self.tell(FacilityLeft(at=self.now, facility=name))
+
+    def _polls_after(self, presence: Presence) -> float:
+        """Seconds. Nobody is waited for longer because it says that it polls once an hour, and never did."""
+        return min(presence.poll_seconds, max(presence.longest_gap, self.config.server.away_seconds))
 
     def _finished(self) -> bool:
         """The run is over, its last model is scored, and who is in reach knows and has ended its jobs."""
@@ -417,7 +422,8 @@ class Coordinator:
             return False
         for name, presence in self.presence.items():
             silent = time.monotonic() - presence.heard  # or since this coordinator started
-            in_reach = not self.state.facilities[name].away and silent < 3 * max(presence.poll_seconds or 10.0, 3.0)
+            patience = 3 * max(self._polls_after(presence) or 10.0, 3.0)
+            in_reach = not self.state.facilities[name].away and silent < patience
             given_up = presence.told_end is not None and time.monotonic() - presence.told_end > GOODBYE_SECONDS
             if in_reach and not presence.left and not given_up:
                 return False
@@ -428,6 +434,8 @@ class Coordinator:
     def heard(self, name: str) -> None:
         """A facility that may speak for itself did."""
         presence = self.presence[name]
+        if presence.ever:
+            presence.longest_gap = max(presence.longest_gap, time.monotonic() - presence.heard)
         presence.heard, presence.ever = time.monotonic(), True
         if not self.state.started and self.state.stopped is None:
             there = [other for other, p in self.presence.items() if p.ever]

@@ -31,9 +31,11 @@ from fedqueue.protocol.contract import (
     Standing,
     UpdateKey,
     Verdict,
+    job_id,
 )
-from fedqueue.protocol.messages import NodeHoursTold, UpdateArrived, UpdateRejected
-from fedqueue.protocol.reports import Handin, Poll, Report, event_of
+from fedqueue.protocol.messages import ForecastIssued, NodeHoursTold, UpdateArrived, UpdateRejected
+from fedqueue.protocol.plausible import plausible, plausible_forecast
+from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Report, Scored, Started, Took, event_of
 from fedqueue.protocol.state import JobState
 from fedqueue.tensorbytes import Content
 
@@ -125,8 +127,18 @@ class FacilityApi:
         coordinator = self._coordinator
         posts = coordinator.state.facilities[facility].posts
         event = event_of(report, facility, coordinator.now, posts)
+        if isinstance(event, ForecastIssued):
+            here = coordinator.state.facilities[facility]
+            event = plausible_forecast(event, here, coordinator.strategy.round_length)
+        elif isinstance(report, Started | Took) and report.bound is not None:
+            event = plausible(event, self._job(facility, report.sequence), posts.get(report.bound.standing))
+        elif not isinstance(report, Scored | ForecastMade):
+            event = plausible(event, self._job(facility, report.sequence))
         coordinator.tell(event, origin=f"{facility}/{journal}/{report.n}")
         coordinator.received[facility, journal] = report.n
+
+    def _job(self, facility: str, sequence: int) -> JobState | None:
+        return self._coordinator.state.open_or_cancelled(job_id(facility, sequence))
 
     def _answer(self, facility: str, asked: Poll, received: int, unknown: list[int]) -> Answer:
         """`unknown`: jobs that we believed to be there; the scheduler may have them still."""
@@ -369,7 +381,10 @@ class FacilityApi:
             norm=norm,
             **done,
         )
-        coordinator.arrived(UpdateArrived(at=coordinator.now, receipt=receipt))
+        arrived = UpdateArrived(at=coordinator.now, receipt=receipt)
+        told = plausible(arrived, self._job(update.facility, update.sequence))
+        assert isinstance(told, UpdateArrived)
+        coordinator.arrived(told)
         coordinator.store.drop_uploads(update.facility, update.sequence)
         return Verdict(status="accepted")
 

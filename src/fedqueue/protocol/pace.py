@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from math import log
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Final
 
 from fedqueue.protocol.budget import ROUNDING
@@ -24,6 +24,7 @@ LADDER: Final = tuple(2.0**k for k in range(-2, 5))
 LEAST_ROUND: Final = 4.0  # round length over the greatest overhead, at the least
 
 TURNAROUNDS: Final = 2.5  # round length over what making and moving a model and an update takes, at the least
+APART: Final = 4.0  # what the slower of two may make of a round, over what the faster needs
 STEPS: Final = 3.0  # that a facility of the median speed does in it at the least, over the least steps
 SCORES: Final = 8  # models that tell whether scores stand still
 PROGRESS: Final = 0.05  # of the error, from the older to the newer half of them: less is none
@@ -38,7 +39,12 @@ def shortest_round(least_seconds: Sequence[float], turnarounds: Sequence[float])
     >>> shortest_round([1.0, 0.5, 2.5], [0.2, 0.1, 0.3]), shortest_round([1.0, 0.5, 2.5], [2.0, 2.0, 0.1])
     (3.0, 5.0)
     """
-    return max(STEPS * median(least_seconds), TURNAROUNDS * median(turnarounds))
+    return max(STEPS * _middle(least_seconds), TURNAROUNDS * _middle(turnarounds))
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The median. Of two it is the mean, which one of them could make as long as it likes: a few times the other's."""
+    return min(median(values), APART * median_low(values))
 
 
 def busy_share(forecast: Forecast, round_length: float) -> float:

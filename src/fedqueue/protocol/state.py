@@ -118,6 +118,7 @@ class JobState:
     wall_seconds: float = 0.0  # asked of its scheduler, as far as anybody said
     started_at: float | None = None  # when its newest attempt took its work
     held_since: float | None = None  # when that one got its nodes; None: it has none
+    clock_stood: bool = False  # the run clock did while it was out: its age is not known
     out_of_reach: bool = False  # its facility was, for a while: when we heard of it says little about when it was
     # Of a job that stays:
     part: int = 0  # newest that it took or was given
@@ -189,6 +190,7 @@ class FacilityState:
     until: float | None = None  # it is suspended
     reason: str = ""  # why it is suspended or out
     refusal: str | None = None  # why its scheduler did not take the newest order
+    longest_wait: float = 0.0  # of its jobs that have started, from the order on
     cap_left: CapLeft | None = None  # of its node-hours, as was told last; None: there is no cap, or nobody said
     jobs: dict[JobId, JobState] = field(default_factory=dict)  # open
     cancelled: dict[JobId, JobState] = field(default_factory=dict)  # not wanted any more, and maybe not over yet
@@ -352,6 +354,8 @@ class RunState:
             return False
         job.started_at = job.taken_at = event.at - event.ago
         job.since = job.held_since = job.started_at - event.lingered
+        facility = self.facilities[job.order.facility]
+        facility.longest_wait = max(facility.longest_wait, job.since - job.ordered_at)
         job.assignment = event.bound or job.assignment
         job.idle_seconds += event.lingered
         return True
@@ -421,6 +425,7 @@ class RunState:
             self.hindrance = event.reason
         else:
             self.paused = True
+        self._clock_stood()
         return before != (self.paused, self.hindrance)
 
     def _run_resumed(self, event: RunResumed) -> bool:
@@ -435,7 +440,13 @@ class RunState:
         """The run clock stood still, those of the facilities did not."""
         for facility in self.facilities.values():
             self._lose_sight(facility)
+        self._clock_stood()
         return True
+
+    def _clock_stood(self) -> None:
+        for facility in self.facilities.values():
+            for job in (*facility.jobs.values(), *facility.cancelled.values()):
+                job.clock_stood = True
 
     @staticmethod
     def _lose_sight(facility: FacilityState) -> None:
