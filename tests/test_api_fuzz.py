@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ from schemathesis import Case, GenerationMode
 
 from fedqueue.agent.http_transport import HttpRefusedError
 from fedqueue.agent.transport import CoordinatorUnreachableError
+from fedqueue.coordinator import federation_api
 from fedqueue.coordinator.access import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
 from fedqueue.coordinator.coordinator import Refused
-from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS
+from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS, Endpoint
 from fedqueue.coordinator.openapi import openapi
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.ledger import FILE, LedgerReader
@@ -40,10 +41,14 @@ from tests.waiting import LONGEST
 EXAMPLES = int(os.environ.get("FEDQUEUE_FUZZ_EXAMPLES", "25"))
 """Of each endpoint, for each who asks and both kinds of data; more of them in a longer search."""
 
-_OPERATIONS: list[Any] = [
-    found.ok()  # type: ignore[union-attr]  # the document is right: another test says so
-    for found in schemathesis.openapi.from_dict(openapi(ENDPOINTS)).get_all_operations()
+TABLES = {"run": ENDPOINTS, "federation": federation_api.ENDPOINTS}
+_OPERATIONS: list[tuple[str, Any]] = [
+    (of, found.ok())  # type: ignore[union-attr]  # the document is right: another test says so
+    for of, table in TABLES.items()
+    for found in schemathesis.openapi.from_dict(openapi(table)).get_all_operations()
 ]
+ENDING = ("POST /v1/run/pause", "POST /v1/run/stop")
+"""Words that who may say them is not asked to say at random: others need the run."""
 _QUIET = settings(
     max_examples=EXAMPLES,
     database=None,
@@ -63,10 +68,38 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert made.replays() > 0
 
 
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With a run, whose facility is enrolled, and a user of each role."""
+    base = tmp_path_factory.mktemp("federation")
+    made = Served(base / "federation", base / "serve.log")
+    made.folder.mkdir(mode=0o700)
+    (made.folder / "federation.toml").write_text("[server]\nport = 0\n")
+    (made.folder / "federation.toml").chmod(0o600)
+    made.start()
+    try:
+        made.enrol("south")
+        run = {"name": "first", "strategy": "fedasync", "rounds": 5}
+        more = {"task": {"name": "timing"}, "evaluation": {"where": "nowhere"}, "facility": [{"name": "south"}]}
+        made.operator().call("POST", "/v1/runs", {"config": {"run": run, **more}})
+        for role in ("submitter", "viewer"):
+            given = made.operator().call("POST", f"/v1/users/{role}", {"role": role, "anew": True})
+            made.credentials[role] = str(given["credential"])
+        yield made
+        assert [run.name for run in made.operator().federation().runs] == ["first"]
+        assert "ours:" not in made.said(), made.said()[-2000:]
+        assert made.stop() == 130
+    finally:
+        made.stop()
+
+
 @pytest.fixture(autouse=True)
-def unharmed(served: Served) -> Iterator[None]:
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test asked, the run goes on: a poll is answered, and nothing of ours went wrong."""
     yield
+    if "served" not in request.fixturenames:
+        return
+    served: Served = request.getfixturevalue("served")
     assert "ours:" not in served.said(), served.said()[-2000:]
     assert served.status()["state"] == "running"
     assert served.facility("north").poll()["over"] is None
@@ -78,16 +111,37 @@ def unharmed(served: Served) -> Iterator[None]:
 def _credential(served: Served, who: str) -> str:
     if who == "facility":
         return served.credentials.get("south") or served.enrol("south")
-    return served.operator_secret if who == "operator" else "A" * 43
+    return served.operator_secret if who == "operator" else served.credentials.get(who, "A" * 43)
 
 
+_MODES = pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fits", "misfits"])
+
+
+@_MODES
 @pytest.mark.parametrize("who", ["facility", "operator", "a stranger"])
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fits", "misfits"])
-@pytest.mark.parametrize("operation", _OPERATIONS, ids=[operation.label for operation in _OPERATIONS])
+@pytest.mark.parametrize("operation", [found for of, found in _OPERATIONS if of == "run"], ids=lambda op: op.label)
 def test_no_request_by_the_schema_makes_an_error_of_ours(
     operation: Any, mode: GenerationMode, who: str, served: Served
 ) -> None:
-    if mode is GenerationMode.NEGATIVE and operation.label in ("GET /v1/health", "GET /v1/openapi.json"):
+    if who == "operator" and operation.label in ENDING:
+        pytest.skip("others need the run")
+    _ask_at_random(operation, mode, who, served, ENDPOINTS)
+
+
+@_MODES
+@pytest.mark.parametrize("who", ["operator", "submitter", "a stranger"])
+@pytest.mark.parametrize(
+    "operation", [found for of, found in _OPERATIONS if of == "federation"], ids=lambda op: op.label
+)
+def test_no_request_by_the_schema_makes_an_error_of_a_federations(
+    operation: Any, mode: GenerationMode, who: str, federation: Served
+) -> None:
+    _ask_at_random(operation, mode, who, federation, federation_api.ENDPOINTS)
+
+
+def _ask_at_random(operation: Any, mode: GenerationMode, who: str, served: Served, table: Sequence[Endpoint]) -> None:
+    endpoint = next(e for e in table if f"{e.method} {e.path}" == operation.label)
+    if mode is GenerationMode.NEGATIVE and not (endpoint.body or "{" in endpoint.path or endpoint.right):
         pytest.skip("it takes nothing that could be wrong")
     credential = _credential(served, who)
     session = requests.Session()
@@ -105,15 +159,13 @@ def test_no_request_by_the_schema_makes_an_error_of_ours(
         except requests.exceptions.InvalidHeader:
             return  # what no client sends goes through `Raw`
         assert response.status_code < 500, f"{case.method} {case.formatted_path}: {response.content!r}"
-        if who == "a stranger" and endpoint_of(case).right is not None:
+        if endpoint.right is not None and who == "a stranger":
             assert response.status_code in (400, 401, 404, 405, 426), response.content
+        elif endpoint.right is not None and endpoint.right not in RIGHTS[who]:  # type: ignore[index]
+            assert response.status_code in (400, 401, 403, 404, 405, 426), response.content
 
     ask()
     session.close()
-
-
-def endpoint_of(case: Case[Any]) -> Any:
-    return next(e for e in ENDPOINTS if (e.method, e.path) == (case.method.upper(), case.path))
 
 
 def test_the_document_is_the_table_that_is_served(served: Served) -> None:

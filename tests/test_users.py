@@ -118,6 +118,7 @@ def test_every_endpoint_refuses_everybody_who_has_not_its_right(served: Served) 
                 if endpoint.path == "/v1/run/stop" and may:
                     continue  # others need the run
                 status, what = asked(served, where, endpoint, who), f"{who}: {endpoint.method} {where} {endpoint.path}"
+                assert status < 500, what
                 if endpoint.right is None:
                     assert status not in (401, 403), what
                 elif who == "nobody":

@@ -21,6 +21,8 @@ MOST_JOBS = 8
 """Of one facility that `status` lists."""
 FOLDER_SECONDS = 30.0
 """How long a folder is waited for that `fedqueue serve ... &` has not made yet."""
+BUSY_SECONDS = 5.0
+"""How long a server elsewhere is asked again that cannot answer now."""
 STARTING_SECONDS = 60.0
 """How long a coordinator may take from its lock to its first answer: it may have to read a long ledger."""
 
@@ -104,7 +106,7 @@ def ask_elsewhere(there: Elsewhere, what: Callable[[Client], T]) -> T:
     from fedqueue.agent.access_file import AccessFile
     from fedqueue.agent.transport import CoordinatorBusyError, CoordinatorRefusedError, CoordinatorUnreachableError
 
-    tried = ""
+    tried, began = "", time.monotonic()
     while True:
         held = AccessFile.load(there.file)
         try:
@@ -116,6 +118,9 @@ def ask_elsewhere(there: Elsewhere, what: Callable[[Client], T]) -> T:
                 continue
             raise SaidNoError(error.reason) from None
         except CoordinatorBusyError as error:
+            if time.monotonic() - began < BUSY_SECONDS:  # a run that has only begun reads its ledger
+                time.sleep(0.2)
+                continue
             raise CoordinatorUnreachableError(f"{held.url}: {error.reason}") from None
 
 

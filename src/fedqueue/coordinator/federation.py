@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 
 from fedqueue.config import Config, ServerSettings, parse
 from fedqueue.coordinator.access import OPERATOR, OPERATOR_FILE, Access, is_user, plain_name
+from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.coordinator.learned import write_learned
@@ -154,7 +155,10 @@ class Run:
         federation = self._federation
         federation.settle(coordinator)
         address = federation.address_of(self)
-        self.api, self.trouble = Api(coordinator, federation.access, address, hosted=True, owner=self.owner), ""
+        self.api, self.trouble = (
+            Api(coordinator, federation.access, address, federation.audit, hosted=True, owner=self.owner),
+            "",
+        )
         write_json(self.folder / ADDRESS, address)
         self._view.past = False  # its ledger is read
         try:
@@ -176,6 +180,7 @@ class Federation:
         self.make_view = make_view
         self.settings = settings
         self.address = address
+        self.audit = Audit(folder)
         self.access = Access(folder, settings.server.credential_days)
         self.stopping = threading.Event()
         self.seen: dict[str, Seen] = {}
@@ -256,8 +261,8 @@ class Federation:
 
     # Runs that come ------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission, who: str) -> Submitted:
-        """Begin one. If anything is wrong with it, nothing is left of it."""
+    def submit(self, submission: Submission, who: str, begins: Callable[[str], object]) -> Submitted:
+        """Begin one, and tell `begins` its name before. If anything is wrong with it, nothing is left of it."""
         with self._submitting:
             config, tree, notes = self._wanted(submission, who)
             folder = self._new_folder(config.run.name)
@@ -268,6 +273,7 @@ class Federation:
                 )
                 ensure_ledger(config, folder, owner=who)
                 run = Run(self, folder)
+                begins(run.name)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -381,6 +387,7 @@ def federation(folder: Path, *, plain: bool, make_view: MakeView) -> Iterator[Fe
         files = certificate_of(settings.server, folder, folder) if not plain else None
         address = address_of(settings.server, listener, files)
         made = Federation(folder, settings, address, make_view)
+        stack.callback(made.audit.close)
         stack.callback(made.end)
         api = FederationApi(made)
         stack.callback(api.close)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from fedqueue import PROTOCOL, __version__
-from fedqueue.coordinator.access import changed
+from fedqueue.coordinator.access import changed, plain_name
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.federation import NAME, Federation, Run
 from fedqueue.coordinator.http_api import (
@@ -21,9 +21,11 @@ from fedqueue.coordinator.http_api import (
     Call,
     Endpoint,
     Service,
+    address_of,
     answer_poll,
     enrolled,
     enrolling,
+    note_enrolment,
     of_facility,
 )
 from fedqueue.coordinator.openapi import openapi
@@ -64,7 +66,7 @@ REFUSALS: Final[dict[int, Refusal]] = {401: "not allowed", 403: "not allowed", 4
 
 class FederationApi(Service):
     def __init__(self, federation: Federation) -> None:
-        super().__init__(federation.access, ENDPOINTS)
+        super().__init__(federation.access, ENDPOINTS, federation.audit)
         self.federation = federation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +84,8 @@ class FederationApi(Service):
                 raise self.no_such_run(which)
             raise Refused(410, f"the run is over: {run.over}") if run.over is not None else Refused(503, NOT_NOW)
         except Refused as error:
+            if error.status == 401:
+                await self.note_refusal("refused: a credential", "", address_of(Request(scope)))
             await JSONResponse({"reason": str(error)}, error.status)(scope, receive, send)
 
     def must_be_known(self, request: Request) -> None:
@@ -113,6 +117,7 @@ async def _schema(api: FederationApi, call: Call) -> Response:
 
 
 async def _enrol(api: FederationApi, call: Call) -> Enrolled:
+    await note_enrolment(api, call)
     found = await api.write(lambda: changed(lambda: api.access.enrol(call.body.token)))
     return enrolled(found, run="")
 
@@ -164,8 +169,12 @@ def _at_work(coordinator: Coordinator) -> tuple[str, int | None, float | None]:
 
 async def _submit(api: FederationApi, call: Call) -> Submitted:
     submission: Submission = call.body
+
+    def begins(run: str) -> None:
+        api.audit.note("submit", plain_name(call.who), call.address, run=run)
+
     try:
-        return await api.write(lambda: api.federation.submit(submission, call.who))
+        return await api.write(lambda: api.federation.submit(submission, call.who, begins))
     except (RunFolderError, StorageError) as error:
         raise Refused(507, f"no run was begun: {error}") from None
 
@@ -275,6 +284,10 @@ async def _set_user(api: FederationApi, call: Call) -> UserGiven:
     name, wanted, at = _name(call, "user"), call.body, api.federation.address
     if not wanted.anew and name not in api.access.users:
         raise Refused(404, f"there is no user {name!r} yet: give a file for the credential (--out)")
+    before = api.access.users.get(name)
+    what = "user added" if before is None else "user changed"
+    facts = {"credential": "a new one"} if wanted.anew and before is not None else {}
+    await api.note(call, what, user=name, role=wanted.role, **facts)
     credential = await api.write(lambda: changed(lambda: api.access.set_user(name, wanted.role, anew=wanted.anew)))
     return UserGiven(url=at.url, certificate=at.certificate, name=name, role=wanted.role, credential=credential)
 
@@ -311,5 +324,12 @@ ENDPOINTS: Final = (
         most=4 << 10,
         about="add a user, or change a role",
     ),
-    Endpoint(method="POST", path="/v1/users/{user}/remove", right="manage", handle=_remove_user, about="remove a user"),
+    Endpoint(
+        method="POST",
+        path="/v1/users/{user}/remove",
+        right="manage",
+        handle=_remove_user,
+        about="remove a user",
+        noted="user removed",
+    ),
 )

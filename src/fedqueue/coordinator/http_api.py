@@ -29,6 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, plain_name, revoke
+from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
@@ -88,6 +89,10 @@ class Call:
     path: Mapping[str, Any]  # numbers are whole numbers
     body: Any
 
+    @property
+    def address(self) -> str:
+        return address_of(self.request)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
@@ -101,6 +106,7 @@ class Endpoint:
     most: int = BODY_LIMIT
     query: tuple[str, ...] = ()
     about: str = ""
+    noted: str = ""  # what the audit says of it before it is done; empty: nothing, or its handler does
 
 
 _may_still_ask: ContextVar[Callable[[], object]] = ContextVar("_may_still_ask", default=lambda: None)
@@ -110,8 +116,9 @@ _may_still_ask: ContextVar[Callable[[], object]] = ContextVar("_may_still_ask", 
 class Service:
     """Serves a table of endpoints."""
 
-    def __init__(self, access: Access, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, access: Access, endpoints: Sequence[Endpoint], audit: Audit) -> None:
         self.access = access
+        self.audit = audit
         self.limits = Limits()
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # of large bodies
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="writer")  # of what must be on the disk
@@ -124,6 +131,21 @@ class Service:
     def close(self) -> None:
         self.reader.shutdown(wait=True, cancel_futures=True)
         self.writer.shutdown(wait=True, cancel_futures=True)
+
+    async def note(self, call: Call, what: str, **facts: str) -> None:
+        """On record before it is done."""
+        noting = partial(self.audit.note, what, plain_name(call.who), call.address, **facts)
+        await self.write(lambda: changed(noting))
+
+    async def note_refusal(self, what: str, who: str, address: str) -> None:
+        due = self.audit.refusals(what, plain_name(who), address)
+        if due:
+            with suppress(StorageError):  # what is refused is refused
+                await self.write(partial(self.audit.note_refusals, due))
+
+    def where(self) -> dict[str, str]:
+        """What the audit says of all that is done here."""
+        return {}
 
     async def write(self, act: Callable[[], T]) -> T:
         """Have something done that waits for the disk: one after the other."""
@@ -149,6 +171,10 @@ class Service:
         return who
 
 
+def address_of(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
+
+
 def secret_of(request: Request) -> str:
     """The credential that comes with it; empty: none."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
@@ -159,10 +185,17 @@ class Api(Service):
     """Of one run."""
 
     def __init__(
-        self, coordinator: Coordinator, access: Access, address: Address, *, hosted: bool = False, owner: str = OPERATOR
+        self,
+        coordinator: Coordinator,
+        access: Access,
+        address: Address,
+        audit: Audit,
+        *,
+        hosted: bool = False,
+        owner: str = OPERATOR,
     ) -> None:
         """`hosted`: by a federation, which says who may ask. `owner`: who submitted the run."""
-        super().__init__(access, ENDPOINTS)
+        super().__init__(access, ENDPOINTS, audit)
         self.coordinator = coordinator
         self.facility_api = FacilityApi(coordinator)
         self.address = address
@@ -179,6 +212,9 @@ class Api(Service):
             return question()
 
         return await asyncio.wrap_future(self.coordinator.ask(act))
+
+    def where(self) -> dict[str, str]:
+        return {"run": self.coordinator.folder.name}
 
     def close(self) -> None:
         self.facility_api.close()
@@ -215,6 +251,7 @@ class _Served:
 
     async def _answer(self, request: Request, held: ExitStack) -> Response:
         api, endpoint = self._api, self._endpoint
+        who = ""
         try:
             who, secret = api.who(request, endpoint.right), secret_of(request)
             if who:
@@ -228,8 +265,14 @@ class _Served:
             path |= {name: _whole(request.query_params.get(name), name) for name in endpoint.query}
             given = await _json(api, who, request, endpoint) if endpoint.body is not None else None
             call = Call(who=who, secret=secret, request=request, path=path, body=given)
+            if endpoint.noted:
+                await api.note(call, endpoint.noted, **api.where(), **path)
             answer = await endpoint.handle(api, call)
         except Refused as error:
+            if error.status in (401, 403):
+                await self._note_refusal(request, who, error)
+            elif endpoint.noted and who:
+                await api.note_refusal(f"{endpoint.noted}: not done, {error.status}", who, address_of(request))
             body = RefusalBody(reason=_said(error), received=error.received, offset=error.offset)
             return _Json(body, error.status)
         except ConfigError as error:  # a body that does not fit
@@ -247,6 +290,19 @@ class _Served:
         if who and api.access.is_due(secret):
             made.headers[RENEW] = "1"
         return made
+
+    async def _note_refusal(self, request: Request, who: str, error: Refused) -> None:
+        """Of who has no good credential, or not the right to do this."""
+        api, secret = self._api, secret_of(request)
+        if not who and not secret:
+            what = "refused: no credential" if error.status == 401 else "refused: a token"
+        elif error.status == 401:
+            what = (
+                "refused: a credential that has expired" if api.access.has_expired(secret) else "refused: a credential"
+            )
+        else:
+            who, what = api.access.who(secret) or who, f"refused: {self._endpoint.about}"
+        await api.note_refusal(what, who, address_of(request))
 
 
 class _Json(Response):
@@ -276,8 +332,16 @@ def _document() -> bytes:
 
 async def _enrol(api: Api, call: Call) -> Enrolled:
     _must_be_alone(api)
+    await note_enrolment(api, call)
     found = await api.ask(lambda: changed(lambda: api.access.enrol(call.body.token)))
     return enrolled(found, api.coordinator.config.run.name)
+
+
+async def note_enrolment(api: Service, call: Call) -> None:
+    """A token that is not good is noted when it is refused."""
+    facility = api.access.invited(call.body.token)
+    if facility is not None:
+        await api.note(call, "enrolled", facility=facility)
 
 
 def enrolled(found: tuple[str, str] | None, run: str) -> Enrolled:
@@ -404,7 +468,9 @@ def _steering(word: str) -> Endpoint:
         await api.ask(getattr(api.coordinator, word))
         return Done(done=word, hindrance=api.coordinator.state.hindrance)
 
-    return Endpoint(method="POST", path=f"/v1/run/{word}", right="steer", handle=steer, about=f"{word} the run")
+    return Endpoint(
+        method="POST", path=f"/v1/run/{word}", right="steer", handle=steer, about=f"{word} the run", noted=word
+    )
 
 
 async def _roll_back(api: Api, call: Call) -> Done:
@@ -414,7 +480,7 @@ async def _roll_back(api: Api, call: Call) -> Done:
 
 def of_facility(word: str, right: Right, handle: Callable[[Any, Call], Awaitable[Any]]) -> Endpoint:
     path = f"/v1/facilities/{{facility}}/{word}"
-    return Endpoint(method="POST", path=path, right=right, handle=handle, about=f"{word} a facility")
+    return Endpoint(method="POST", path=path, right=right, handle=handle, about=f"{word} a facility", noted=word)
 
 
 def _facility(api: Api, call: Call) -> str:
@@ -512,6 +578,7 @@ ENDPOINTS: Final = (
         right="steer",
         handle=_roll_back,
         about="take back every model after this one",
+        noted="rollback",
     ),
     of_facility("drain", "steer", _drain),
     of_facility("join", "steer", _join),

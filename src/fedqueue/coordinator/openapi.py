@@ -29,6 +29,7 @@ _PLAIN: dict[Any, Schema] = {
     float: {"type": "number", "minimum": -LONGEST, "maximum": LONGEST},
     str: {"type": "string"},
     type(None): {"type": "null"},
+    Any: {},  # values of a config: they are checked when it is read
 }
 _NUMBERS = ("version", "sequence", "attempt", "part", "offset", "bytes")
 

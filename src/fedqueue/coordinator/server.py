@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedqueue.config import Config, ServerSettings
 from fedqueue.coordinator.access import OPERATOR, Access
+from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.certificate import make_certificate
 from fedqueue.coordinator.connections import HEAD_BYTES, Connection, Connections, Server
 from fedqueue.coordinator.coordinator import Coordinator
@@ -40,13 +41,15 @@ def serving(
     config, folder = coordinator.config, coordinator.folder
     files = certificate_of(config.server, Path(config.folder), folder) if not plain else None
     address = address_of(config.server, listener, files, run=coordinator.run_id)
-    api = Api(coordinator, access, address)
+    audit = Audit(folder)
+    api = Api(coordinator, access, address, audit)
     with answering(config.server, api.app, listener, files):
         write_json(folder / ADDRESS, address)
         try:
             yield address
         finally:
             api.close()
+            audit.close()
 
 
 def address_of(server: ServerSettings, listener: socket.socket, files: Files | None, *, run: str = "") -> Address:
