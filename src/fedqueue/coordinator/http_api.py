@@ -266,7 +266,7 @@ class _Served:
             given = await _json(api, who, request, endpoint) if endpoint.body is not None else None
             call = Call(who=who, secret=secret, request=request, path=path, body=given)
             if endpoint.noted:
-                await api.note(call, endpoint.noted, **api.where(), **path)
+                await api.note(call, endpoint.noted, **api.where(), **{key: str(value) for key, value in path.items()})
             answer = await endpoint.handle(api, call)
         except Refused as error:
             if error.status in (401, 403):
