@@ -26,7 +26,7 @@ def main() -> None:
         "model": arguments.model,
         "train": arguments.data,
         "sequence_length": 512,
-        "lora": {"rank": 8, "averaging": "product"},
+        "lora": {"rank": 8, "averaging": "frozen-a"},
     }
     settings = TaskSettings(name="causal-lm", optimizer="adamw", batch_size=8, options=options)
     task = make_task(settings, facilities=1, seed=1)
