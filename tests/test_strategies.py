@@ -271,7 +271,8 @@ def check_invariants(trace: Trace, absent: float = 0.0) -> None:
             elif isinstance(command, PostWork):
                 assert command.standing.version <= ready
             elif isinstance(command, Aggregate):
-                assert (command.from_version, command.to_version) == (made, made + 1)
+                assert command.to_version == made + 1
+                assert command.from_version == (event.version if isinstance(event, RolledBack) else made)
                 made += 1
                 fresh = [s.key for s in command.weights if not s.again]
                 aggregated.update(fresh)
