@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fedqueue.agent.settings import load_agent
+from fedqueue.agent.site import Site
+from fedqueue.protocol.service import RunHere
 from fedqueue.protocol.shares import ShareSettings, after_rest, next_in_line, share_of
 
 RUNS = st.lists(
@@ -89,3 +98,75 @@ def test_the_first_share_that_fits_counts() -> None:
         for user in ("ann", "bob", "cleo")
     }
     assert list(found.values()) == [3.0, 2.0, None, 2.0, 2.0, 0.5]
+
+
+# At a site ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Jobs:
+    """Of one run that always wants one more place; each job holds it for a turn."""
+
+    seconds: float  # of a job
+    used: float = 0.0
+    under_way: int = 0
+
+    def node_seconds(self) -> tuple[float, float]:
+        return self.used, self.under_way * self.seconds
+
+    def at_scheduler(self) -> int:
+        return self.under_way
+
+    def end(self) -> None:
+        self.used, self.under_way = self.used + self.under_way * self.seconds, 0
+
+
+def site(home: Path, runs: dict[str, Jobs], agent: str = "", shares: str = "") -> Site:
+    path = home.parent / "agent.toml"
+    path.write_text(f'[agent]\nhome = "{home}"\ncommand = "true"\njobs_at_once = 3\n{agent}\n{shares}')
+    path.chmod(0o600)
+    made = Site(load_agent(path), home, "north", cast(Any, None))
+    made._agents = {run: cast(Any, SimpleNamespace(jobs=jobs)) for run, jobs in runs.items()}
+    made._told = {
+        run: RunHere(run=run, name=run, offer="default", owner="ann", weight=3.0 if run == "large" else 1.0)
+        for run in runs
+    }
+    return made
+
+
+def take_turns(here: Site, runs: dict[str, Jobs], number: int) -> None:
+    for _ in range(number):
+        here._turn += 1
+        for run, agent in here._by_use():
+            while here.has_place(agent.jobs):
+                runs[run].under_way += 1
+        here._keep_uses()
+        for jobs in runs.values():
+            jobs.end()
+
+
+def test_a_site_gives_places_by_the_servers_weights_or_its_own_and_remembers(tmp_path: Path) -> None:
+    def shared(agent: str = "", shares: str = "", *, restarts: bool = False) -> dict[str, float]:
+        home = tmp_path / f"home-{len(list(tmp_path.iterdir()))}"
+        runs = {"large": Jobs(seconds=700.0), "small": Jobs(seconds=100.0)}
+        here = site(home, runs, agent, shares)
+        take_turns(here, runs, 300)
+        if restarts:
+            here.close = lambda: None  # type: ignore[method-assign]  # its lease is let go by hand
+            here._lease.release()
+            runs["late"] = Jobs(seconds=100.0)
+            before = runs["small"].used
+            take_turns(here := site(home, runs, agent, shares), runs, 300)
+            assert runs["late"].used == pytest.approx(runs["small"].used - before, rel=0.2)
+        here._lease.release()
+        return {run: jobs.used for run, jobs in runs.items()}
+
+    found = shared(restarts=True)
+    assert found["large"] / found["small"] == pytest.approx(3.0, rel=0.1)
+    found = shared(shares='[[share]]\nruns = ["large"]\nweight = 1.0\n')
+    assert found["large"] / found["small"] == pytest.approx(1.0, rel=0.1)
+    found = shared(agent='share_by = "jobs"\n')
+    assert (found["large"] / 700) / (found["small"] / 100) == pytest.approx(3.0, rel=0.1)
+    found = shared(shares='[[share]]\nruns = ["large"]\nweight = 100.0\njobs_at_once = 1\n')
+    assert found["large"] <= 300 * 700.0
+    assert found["small"] >= 300 * 100.0, "a cap of one run leaves places to others"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.rights import Role
@@ -113,15 +113,16 @@ class Access:
         self._replaced: dict[str, str] = {}  # digests: what was begun with an old credential may end with it
         try:
             only_mine(self._path)
-            self._known = self._read(json.loads(self._path.read_text(encoding="utf-8")))
+            self._known = self._read(self._path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             self._known = _Known()
         holders = {held.who for held in self._known.credentials.values()}
         if not (folder / OPERATOR_FILE).exists() or OPERATOR not in holders:
             write_secret(folder / OPERATOR_FILE, self.give(OPERATOR))
 
-    def _read(self, tree: dict[str, Any]) -> _Known:
+    def _read(self, text: str) -> _Known:
         """Files of earlier versions too: their credentials say whose they are, and expire from now on."""
+        tree = json.loads(text)
         found = tree.get("credentials")
         earlier = {key: who for key, who in found.items() if isinstance(who, str)} if isinstance(found, dict) else {}
         if not earlier:

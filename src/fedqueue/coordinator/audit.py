@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fedqueue.errors import RunFolderError
 from fedqueue.files import only_mine, sync, writing
@@ -101,12 +101,14 @@ class Audit:
             self.note_refusals(due)
 
 
-def read_audit(folder: Path) -> Iterator[dict[str, Any]]:
+def read_audit(folder: Path) -> Iterator[dict[str, str]]:
     """Line by line; one that was cut short by the end of the machine is left out."""
     try:
         with (folder / FILE).open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    found = json.loads(line)
+                    if isinstance(found, dict) and {"at", "what", "who", "from"} <= found.keys():
+                        yield found
     except FileNotFoundError:
         raise RunFolderError(f"{folder}: has no {FILE}: nothing that is noted has happened there") from None
