@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,7 +53,7 @@ def answers(run: Client) -> bool:
     return False
 
 
-def lines(served: Served) -> list[dict[str, Any]]:
+def lines(served: Served) -> list[dict[str, str]]:
     return list(read_audit(served.folder))
 
 

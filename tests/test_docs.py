@@ -23,6 +23,7 @@ from fedqueue.cli import main
 from fedqueue.config import Config, QueueSettings, load
 from fedqueue.protocol.messages import ModelReady, Record
 from fedqueue.protocol.predict import PREDICTORS
+from fedqueue.protocol.shares import ShareSettings
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.training.causal_settings import CausalSettings, FieldSettings, LoraSettings
 from tests.conftest import STRATEGY_NAMES, commands_of, trace_of
@@ -120,7 +121,7 @@ def sections() -> dict[str, type]:
             found[f"[{name}]"] = hint
     language = {"": CausalSettings, ".fields": FieldSettings, ".lora": LoraSettings}
     found |= {f"[task.options{part}]": kind for part, kind in language.items()}
-    found |= {"[agent]": AgentSettings, "[offer.NAME]": OfferSettings}
+    found |= {"[agent]": AgentSettings, "[offer.NAME]": OfferSettings, "[[share]]": ShareSettings}
     for kind in get_args(QueueSettings):
         found[f'queue.kind = "{get_args(get_type_hints(kind)["kind"])[0]}"'] = kind
     return found

@@ -255,6 +255,7 @@ class ServerSettings:
     names: list[str] = field(default_factory=list)  # by which facilities call it: for the certificate it makes itself
     certificate: str | None = None  # PEM files; None: it makes its own, unless it listens on loopback alone
     key: str | None = None
+    client_authority: str | None = None  # PEM; who connects must show a certificate of it; None: nobody need have one
     away_seconds: float = 300.0  # a facility that was not heard of for so long is away
     wait_for: int | None = None  # facilities that must be there before the run starts; None: all
     startup_allowance_seconds: float = 300.0  # in the wall time of jobs while nobody knows how long they take to start

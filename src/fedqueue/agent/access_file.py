@@ -28,9 +28,12 @@ class AccessFile:
     name: str
     credential: str
     certificate: str | None = None  # PEM, where the server's is of its own making
+    client_certificate: str | None = None  # PEM files, beside this one, for a server that asks for a certificate
+    client_key: str | None = None
 
     def __post_init__(self) -> None:
-        texts = (self.url, self.name, self.credential, self.certificate or "")
+        files = (self.certificate or "", self.client_certificate or "", self.client_key or "")
+        texts = (self.url, self.name, self.credential, *files)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("it must hold texts")
         if not NAME.fullmatch(self.name) or not SECRET.fullmatch(self.credential):
@@ -67,7 +70,10 @@ class AccessFile:
             if self.certificate is not None:
                 ca = Path(folder) / "server.pem"
                 ca.write_text(self.certificate)
-            client = Client(self.url, credential=self.credential, ca=ca, keep=keep)
+            shown, key = (
+                None if name is None else path.parent / name for name in (self.client_certificate, self.client_key)
+            )
+            client = Client(self.url, credential=self.credential, ca=ca, keep=keep, certificate=shown, key=key)
             try:
                 yield client
             finally:

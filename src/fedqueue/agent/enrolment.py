@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fedqueue.agent.http_transport import Client
+from fedqueue.agent.transport import NO_OWN, Own
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import only_mine, only_ours, write_secret
 from fedqueue.protocol.codec import encode, read
@@ -58,7 +59,7 @@ class Enrolment:
         except (ValueError, TypeError):
             raise ConfigError(f"{path}: is not a credential; enrol this facility anew") from None
 
-    def client(self, home: Path, proxy: str | None) -> Client:
+    def client(self, home: Path, proxy: str | None, own: Own = NO_OWN) -> Client:
         ca = None
         if self.certificate is not None:
             ca = home / "coordinator.pem"
@@ -67,7 +68,15 @@ class Enrolment:
         def keep(credential: str) -> None:
             replace(self, credential=credential).save(home)
 
-        return Client(self.url, credential=self.credential, ca=ca, proxy=proxy, keep=keep)
+        return Client(
+            self.url,
+            credential=self.credential,
+            ca=ca,
+            proxy=proxy,
+            keep=keep,
+            certificate=own.certificate,
+            key=own.key,
+        )
 
 
 def make_home(home: Path) -> None:
@@ -82,7 +91,7 @@ def word_of(invitation: Invitation) -> str:
     return MARK + base64.urlsafe_b64encode(encode(invitation).encode()).decode()
 
 
-def enrol(text: str, home: Path, proxy: str | None, *, group_may_write: bool = False) -> Enrolment:
+def enrol(text: str, home: Path, proxy: str | None, own: Own = NO_OWN, *, group_may_write: bool = False) -> Enrolment:
     """Use an invitation; the credential is in the home then."""
     held = _open(text)
     make_home(home)  # while the invitation is still good
@@ -96,7 +105,7 @@ def enrol(text: str, home: Path, proxy: str | None, *, group_may_write: bool = F
         if held.certificate is not None:
             ca = Path(folder) / "coordinator.pem"
             ca.write_text(held.certificate)
-        client = Client(held.url, ca=ca, proxy=proxy)
+        client = Client(held.url, ca=ca, proxy=proxy, certificate=own.certificate, key=own.key)
         try:
             answer = client.enrol(held.token)
         except ConfigError as error:

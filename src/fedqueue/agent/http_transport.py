@@ -41,7 +41,7 @@ from fedqueue.agent.transport import (
     TransportError,
 )
 from fedqueue.errors import ConfigError, FedQueueError, StorageError
-from fedqueue.files import ArrivingFile, failpoint
+from fedqueue.files import ArrivingFile, failpoint, only_mine
 from fedqueue.network import is_loopback
 from fedqueue.protocol.codec import Json, encode, read
 from fedqueue.protocol.contract import REASON_LENGTH, Answer, Invitation, Verdict, one_line
@@ -127,8 +127,12 @@ class Client:
         longest_backoff: float = 30.0,
         piece_bytes: int = PIECE_BYTES,
         keep: Callable[[str], object] | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
     ) -> None:
-        """`keep`: writes a renewed credential where the one that it replaces came from; without, none is renewed."""
+        """`certificate`, with its `key`: to show, where the server asks for one.
+
+        `keep`: writes a renewed credential where the one that it replaces came from; without, none is renewed."""
         parsed = _coordinator_url(url)
         self.url = self._root = parsed.url.rstrip("/")
         self._own = _Credential(credential, keep)
@@ -145,6 +149,8 @@ class Client:
         }
         if parsed.scheme == "https":
             settings["ssl_context"] = _trust(ca)
+            if certificate is not None:
+                _show(settings["ssl_context"], certificate, key)
         through = _proxy_for(parsed, proxy)
         self._pool: urllib3.PoolManager
         if through is None:
@@ -635,6 +641,19 @@ def _trust(ca: Path | None) -> ssl.SSLContext:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not be its own issuer
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
+
+
+def _show(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+    """Our own certificate, to a server that asks for one."""
+    try:
+        if key is not None:
+            only_mine(key)
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or error.__class__.__name__
+        raise ConfigError(
+            f"{certificate}: it and its key cannot be used: {why}; give PEM files without password"
+        ) from None
 
 
 def _proxy_for(url: Url, proxy: str | None) -> Url | None:

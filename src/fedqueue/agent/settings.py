@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from fedqueue.agent.schedulers.base import LocalSettings, SchedulerSettings
+from fedqueue.agent.transport import Own
 from fedqueue.errors import ConfigError
 from fedqueue.files import only_ours
 from fedqueue.protocol.codec import at_least, more_than, read
 from fedqueue.protocol.service import DEFAULT_OFFER, Offer
+from fedqueue.protocol.shares import ShareSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,10 @@ class AgentSettings:
     grace_seconds: float = 30.0  # for the result of a job that has ended: shared file systems lag
     node_hours: float | None = None  # cap on what all jobs may hold; None: none
     jobs_at_once: int | None = None  # of all runs together, at the scheduler; None: as many as runs ask for
+    share_by: Literal["node_seconds", "jobs"] = "node_seconds"  # what is shared between runs by their weights
     proxy: str | None = None  # http://host:port towards the coordinator; None: HTTPS_PROXY
+    certificate: str | None = None  # PEM file, for a server that asks for one
+    key: str | None = None
     stage_worker: bool = True  # put fedqueue's worker side on the jobs' PYTHONPATH
     keep_files: bool = False  # keep the updates of closed jobs
     forecast: Literal["off", "scheduler", "boosting"] = "off"  # what is said to the coordinator of the next wait
@@ -40,6 +45,8 @@ class AgentSettings:
         more_than(self, 0, "poll_seconds", "forecast_seconds")
         at_least(self, 0, "grace_seconds", "node_hours")
         at_least(self, 1, "jobs_at_once")
+        if self.key is not None and self.certificate is None:
+            raise ValueError("key belongs to a certificate: give agent.certificate too")
         _check_variables(self.environment)
 
 
@@ -75,6 +82,7 @@ class AgentConfig:
     agent: AgentSettings
     scheduler: SchedulerSettings = field(default_factory=LocalSettings)
     offer: dict[str, OfferSettings] = field(default_factory=dict)
+    share: list[ShareSettings] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.agent.command.strip() and not self.offer:
@@ -126,6 +134,12 @@ def load_agent(path: Path) -> AgentConfig:
         return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+
+
+def own_of(config: AgentConfig, path: Path) -> Own:
+    """The certificate to show, and its key; named from beside the file."""
+    named = (config.agent.certificate, config.agent.key)
+    return Own(*(None if name is None else path.parent / Path(name).expanduser() for name in named))
 
 
 def home_of(config: AgentConfig, path: Path) -> Path:

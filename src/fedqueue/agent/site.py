@@ -2,16 +2,18 @@
 
 Each run has an agent of its own, with a home of its own below the site's: what happens to one is nothing to another.
 They take their turns together, so that one poll carries what all of them say. What the site has to share, its caps on
-node-hours and on jobs at once, goes first to the run that has used least of it.
+node-hours and on jobs at once, goes first to the run that has used least of it for its weight (protocol/shares.py).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +29,12 @@ from fedqueue.agent.transport import (
     FederationTransport,
 )
 from fedqueue.errors import FedQueueError
+from fedqueue.files import write_json
+from fedqueue.protocol.codec import message, read
 from fedqueue.protocol.contract import MOST_REPORTS, Answer, one_line
 from fedqueue.protocol.reports import Poll
 from fedqueue.protocol.service import RunAnswer, RunHere, SiteAnswer, SitePoll
+from fedqueue.protocol.shares import ShareSettings, after_rest, next_in_line, share_of
 
 log = logging.getLogger("fedqueue.agent")
 
@@ -37,8 +42,18 @@ RUNS: Final = "runs"
 """In a site's home: the homes of its runs."""
 RUN: Final = re.compile(r"[0-9a-f]{8,64}")
 """What tells runs apart. It comes from the server, and is the name of a folder here."""
+USES: Final = "uses.json"
+"""In a site's home: how much of it each run has used."""
 OFFER: Final = "offer"
 """In a run's home: which offer it uses, and the run's name, for a start without the server."""
+
+
+@message
+class Use:
+    """Of what a site has, by one run."""
+
+    level: float  # by its weight
+    used: float  # node-seconds, when that was counted last
 
 
 class Site:
@@ -53,6 +68,12 @@ class Site:
         self._agents: dict[str, Agent] = {}  # by run
         self._said: dict[str, str] = {}  # of troubles, by what is troubled
         self._here: list[RunHere] = []  # as the server said last
+        self._told: dict[str, RunHere] = {}  # the same of each run
+        self._uses = _read_uses(home)  # by run
+        self._written = dict(self._uses)
+        self._highest = min((use.level for use in self._uses.values()), default=0.0)  # level at which a place was given
+        self._turn = 0
+        self._refused: dict[str, int] = {}  # runs that found no place, and in which turn that was
         self.node_hours = config.agent.node_hours
         for folder in sorted((home / RUNS).iterdir()):  # their jobs go on, whether or not the server can be reached
             with suppress(OSError, ValueError):
@@ -75,6 +96,7 @@ class Site:
     def turn(self) -> None:
         """One of each run, in step; what they want to say goes together."""
         self._lease.renew()
+        self._turn += 1
         turns = {run: agent.take_turn() for run, agent in self._by_use()}
         self._here = []
         waiting = self._go_on(turns, dict.fromkeys(turns))
@@ -82,6 +104,7 @@ class Site:
         while waiting or not asked:  # also if nobody has anything to say: which runs are there?
             waiting, asked = self._go_on(turns, self._tell(waiting)), True
         self._follow()
+        self._keep_uses()
 
     def close(self) -> None:
         for run in list(self._agents):
@@ -148,6 +171,7 @@ class Site:
 
     def _follow(self) -> None:
         for found in self._here:
+            self._told[found.run] = found
             if found.run not in self._agents:
                 self._begin(found)
         for run, agent in list(self._agents.items()):
@@ -202,16 +226,70 @@ class Site:
     # What runs share ------------------------------------------------------------------------------------
 
     def _by_use(self) -> list[tuple[str, Agent]]:
-        """Who has used least comes first: it submits before the others."""
-        return sorted(self._agents.items(), key=lambda found: sum(found[1].jobs.node_seconds()))
+        """The lowest level comes first: it submits before the others."""
+        for run in self._agents:
+            self._count(run)
+        return sorted(self._agents.items(), key=lambda found: (self._uses[found[0]].level, found[0]))
+
+    def _share(self, run: str) -> ShareSettings:
+        """The site's own word, else the server's."""
+        told = self._told.get(run)
+        if told is None:
+            return ShareSettings()
+        return share_of(self._config.share, told.name, told.owner) or ShareSettings(weight=told.weight)
+
+    def _count(self, run: str) -> None:
+        """What it has used since it was counted last."""
+        if self._config.agent.share_by == "jobs":  # which count when they get their places
+            self._uses.setdefault(run, Use(level=0.0, used=0.0))
+            return
+        used = sum(self._agents[run].jobs.node_seconds())
+        before = self._uses.get(run, Use(level=0.0, used=0.0))
+        self._uses[run] = Use(level=before.level + (used - before.used) / self._share(run).weight, used=used)
+
+    def _keep_uses(self) -> None:
+        """For the next start."""
+        uses = {run: use for run, use in self._uses.items() if run in self._agents}
+        if uses != self._written:
+            with suppress(FedQueueError):
+                write_json(self._home / USES, uses)
+                self._written = uses
 
     def node_seconds(self) -> tuple[float, float]:
         each = [agent.jobs.node_seconds() for agent in self._agents.values()]
         return sum(used for used, _ in each), sum(asked for _, asked in each)
 
     def has_place(self, jobs: Jobs) -> bool:
-        most = self._config.agent.jobs_at_once
-        return most is None or sum(agent.jobs.at_scheduler() for agent in self._agents.values()) < most
+        run = next(run for run, agent in self._agents.items() if agent.jobs is jobs)
+        share, most = self._share(run), self._config.agent.jobs_at_once
+        if share.jobs_at_once is not None and jobs.at_scheduler() >= share.jobs_at_once:
+            return False
+        there = {other: agent.jobs.at_scheduler() for other, agent in self._agents.items()}
+        # Who was refused in this turn or in the last one wants a place still; who no longer asks is not waited for.
+        wanting = [other for other in there if other != run and self._refused.get(other, -2) >= self._turn - 1]
+        for other in {run, *wanting}:
+            self._count(other)
+        if run not in self._refused and not there[run]:
+            use = self._uses[run]
+            self._uses[run] = replace(use, level=after_rest(use.level, self._highest))
+        levels = {other: self._uses[other].level for other in (run, *wanting)}
+        if most is not None and run not in next_in_line(levels, most - sum(there.values())):
+            self._refused[run] = self._turn
+            return False
+        self._refused.pop(run, None)
+        self._highest = max(self._highest, levels[run])
+        if self._config.agent.share_by == "jobs":
+            use = self._uses[run]
+            self._uses[run] = replace(use, level=use.level + 1 / share.weight)
+        return True
+
+
+def _read_uses(home: Path) -> dict[str, Use]:
+    try:
+        found = json.loads((home / USES).read_text(encoding="utf-8"))
+        return {run: read(Use, use, USES) for run, use in found.items()}
+    except (OSError, ValueError, AttributeError, FedQueueError):
+        return {}  # it is no more than who comes first
 
 
 def _answered(found: RunAnswer | None, over: str | None) -> Answer | FedQueueError:

@@ -10,12 +10,22 @@ TransportError
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from fedqueue.errors import FedQueueError
 from fedqueue.protocol.contract import Answer, Verdict
 from fedqueue.protocol.reports import Handin, Poll
 from fedqueue.protocol.service import Refusal, SiteAnswer, SitePoll
+
+
+class Own(NamedTuple):
+    """A certificate of our own, for a server that asks for one."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+NO_OWN: Final = Own()
 
 
 class Transport(Protocol):

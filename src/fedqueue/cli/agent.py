@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fedqueue.agent.agent import Agent
     from fedqueue.agent.enrolment import Enrolment
-    from fedqueue.agent.settings import home_of, load_agent
+    from fedqueue.agent.settings import home_of, load_agent, own_of
 
     config = load_agent(args.config)
     home = home_of(config, args.config)
     enrolment = Enrolment.load(home, group_may_write=config.agent.group_may_write)
-    transport = enrolment.client(home, config.agent.proxy)
+    transport = enrolment.client(home, config.agent.proxy, own_of(config, args.config))
     if enrolment.federation:
         return _serve_federation(config, home, enrolment.facility, transport, once=args.once)
     with live.logged(), common.until_interrupted() as interrupted:

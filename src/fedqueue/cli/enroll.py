@@ -39,14 +39,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {args.config}; fill it in, then: fedqueue enroll {args.config}")
         return 0
     from fedqueue.agent.enrolment import enrol
-    from fedqueue.agent.settings import home_of, load_agent
+    from fedqueue.agent.settings import home_of, load_agent, own_of
     from fedqueue.agent.transport import CoordinatorRefusedError
 
     config = load_agent(args.config)
     home = home_of(config, args.config)
     try:
         made = enrol(
-            _invitation(args.invitation), home, config.agent.proxy, group_may_write=config.agent.group_may_write
+            _invitation(args.invitation),
+            home,
+            config.agent.proxy,
+            own_of(config, args.config),
+            group_may_write=config.agent.group_may_write,
         )
     except CoordinatorRefusedError as error:
         raise SaidNoError(error.reason) from None

@@ -176,7 +176,8 @@ def _client(folder: Path, patience: Patience) -> Client:
                 continue
             raise RunFolderError(f"{folder}: is not the folder of a real run that was ever served") from None
         ca = Path(address.ca) if address.ca is not None else None
-        return Client(address.local, credential=credential, ca=ca)
+        shown, key = map(Path, address.client) if address.client is not None else (None, None)
+        return Client(address.local, credential=credential, ca=ca, certificate=shown, key=key)
 
 
 def _tell(word: str) -> Callable[[argparse.Namespace], int]:

@@ -107,6 +107,8 @@ def read_audit(folder: Path) -> Iterator[dict[str, str]]:
         with (folder / FILE).open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    found = json.loads(line)
+                    if isinstance(found, dict) and {"at", "what", "who", "from"} <= found.keys():
+                        yield found
     except FileNotFoundError:
         raise RunFolderError(f"{folder}: has no {FILE}: nothing that is noted has happened there") from None

@@ -13,9 +13,10 @@ from fedqueue.files import write_secret
 YEARS = 3
 
 
-def make_certificate(folder: Path, names: Sequence[str]) -> tuple[Path, Path]:
-    """certificate.pem and key.pem in this folder, for these host names and addresses; kept if they are there."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
+def make_certificate(folder: Path, names: Sequence[str], *, prefix: str = "") -> tuple[Path, Path]:
+    """certificate.pem and key.pem in this folder, for these host names and addresses; kept if they are there. `prefix`:
+    of the files' names."""
+    certificate, key = folder / f"{prefix}certificate.pem", folder / f"{prefix}key.pem"
     if certificate.exists() and key.exists():
         return certificate, key
     from cryptography import x509

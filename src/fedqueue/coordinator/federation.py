@@ -53,12 +53,13 @@ from fedqueue.protocol.service import (
     Submission,
     Submitted,
 )
+from fedqueue.protocol.shares import ShareSettings, share_of
 from fedqueue.protocol.state import JobState
 from fedqueue.runs import SUMMARY
 
 log = logging.getLogger(__name__)
 
-OF_FEDERATION: Final = frozenset({"host", "port", "names", "certificate", "key", "credential_days"})
+OF_FEDERATION: Final = frozenset({"host", "port", "names", "certificate", "key", "client_authority", "credential_days"})
 """Settings of the server that a run has no say in."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 JOIN_SECONDS: Final = 30.0
@@ -71,6 +72,7 @@ class FederationConfig:
 
     server: ServerSettings = field(default_factory=ServerSettings)
     submissions: SubmissionSettings = field(default_factory=SubmissionSettings)
+    share: list[ShareSettings] = field(default_factory=list)
 
 
 def settings_of(folder: Path) -> FederationConfig:
@@ -229,7 +231,13 @@ class Federation:
         """The runs that it takes part in and that go on."""
         self.seen[facility] = Seen(time.monotonic(), list(offers))
         going = [run for run in self.runs.values() if run.over is None and facility in run.facilities]
-        return [RunHere(run=run.id, name=run.name, offer=run.config.worker.offer) for run in going]
+        return [self._here(run) for run in going]
+
+    def _here(self, run: Run) -> RunHere:
+        owner = plain_name(run.owner)
+        share = share_of(self.settings.share, run.name, owner)
+        weight = 1.0 if share is None else share.weight
+        return RunHere(run=run.id, name=run.name, offer=run.config.worker.offer, owner=owner, weight=weight)
 
     def revoke(self, facility: str, *, keep: bool) -> bool:
         """Take back its credential, now and for good; its runs hear of it from `shut_out_from`."""

@@ -23,7 +23,7 @@ from fedqueue.coordinator.connections import HEAD_BYTES, Connection, Connections
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.http_api import Api
 from fedqueue.errors import ConfigError, FedQueueError
-from fedqueue.files import only_mine, write_json
+from fedqueue.files import only_mine, only_ours, write_json
 from fedqueue.network import is_loopback
 from fedqueue.protocol.contract import Address
 
@@ -71,6 +71,9 @@ def address_of(server: ServerSettings, listener: socket.socket, files: Files | N
         local=_url(scheme, near, port) if own or files is None else url,
         port=port,
         ca=str(files.certificate.absolute()) if files is not None else None,
+        client=(str(files.own[0].absolute()), str(files.own[1].absolute()))
+        if files is not None and files.own
+        else None,
     )
 
 
@@ -113,7 +116,7 @@ def answering(limits: ServerSettings, app: ASGIApp, listener: socket.socket, fil
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEAD_BYTES,
     )
-    _load(settings)
+    _load(settings, files)
     server = Server(settings, Connections(limits.connections, limits.connections_per_address))
     sockets = [listener.dup()]  # the server closes what it is given
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="http", daemon=True)
@@ -145,7 +148,7 @@ def _url(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _load(settings: uvicorn.Config) -> None:
+def _load(settings: uvicorn.Config, files: Files | None = None) -> None:
     try:
         settings.load()
     except (OSError, ssl.SSLError) as error:
@@ -154,6 +157,17 @@ def _load(settings: uvicorn.Config) -> None:
     if settings.ssl is not None:
         settings.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
         settings.ssl.options |= ssl.OP_NO_RENEGOTIATION  # it costs us more than who asks for it
+        if files is not None and files.clients:
+            settings.ssl.verify_mode = ssl.CERT_REQUIRED
+            for path in files.clients:
+                _trust_clients_of(settings.ssl, path)
+
+
+def _trust_clients_of(context: ssl.SSLContext, authority: Path) -> None:
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"server.client_authority: {authority} cannot be used: {error}; give a PEM file") from None
 
 
 class Files(NamedTuple):
@@ -161,15 +175,28 @@ class Files(NamedTuple):
 
     certificate: Path
     key: Path
+    clients: tuple[Path, ...] = ()  # whose certificates are asked for: an authority, and that of this very machine
+    own: tuple[Path, Path] | None = None  # the certificate of commands on this machine, and its key
 
 
 def certificate_of(server: ServerSettings, home: Path, folder: Path) -> Files:
     """Its own, beside its config, or one that is made in the folder."""
     if server.certificate is None or server.key is None:
-        return Files(*make_certificate(folder, [*server.names, server.host]))
-    files = Files(home / server.certificate, home / server.key)
-    for path, key in zip(files, Files._fields, strict=True):
+        files = Files(*make_certificate(folder, [*server.names, server.host]))
+    else:
+        files = Files(home / server.certificate, home / server.key)
+        _must_be_files({"certificate": files.certificate, "key": files.key})
+        only_mine(files.key, of_system=True)
+    if server.client_authority is None:
+        return files
+    authority = home / server.client_authority
+    _must_be_files({"client_authority": authority})
+    only_ours(authority)
+    own = make_certificate(folder, [], prefix="local-")
+    return files._replace(clients=(authority, own[0]), own=own)
+
+
+def _must_be_files(given: dict[str, Path]) -> None:
+    for key, path in given.items():
         if not path.is_file():
             raise ConfigError(f"server.{key}: {path} is not a file")
-    only_mine(files.key, of_system=True)
-    return files

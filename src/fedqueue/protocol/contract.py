@@ -240,6 +240,7 @@ class Address:
     port: int
     ca: Optional[str]  # the certificate's file there
     operator: Optional[str] = later(default=None)  # the file with the operator's credential, if it is elsewhere
+    client: Optional[Tuple[str, str]] = later(default=None)  # files there, of the certificate to show and of its key
 
 
 @message

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from fedqueue.protocol.codec import at_least, later, message
+from fedqueue.protocol.codec import at_least, later, message, more_than
 from fedqueue.protocol.contract import Answer
 from fedqueue.protocol.reports import MOST_POLL_SECONDS, Poll, Trouble
 
@@ -168,6 +168,11 @@ class RunHere:
     run: str  # tells runs apart, whatever their names
     name: str
     offer: str
+    owner: str = later(default="operator")  # the user who submitted it
+    weight: float = later(default=1.0)  # its share, if the site does not say otherwise
+
+    def __post_init__(self) -> None:
+        more_than(self, 0, "weight")
 
 
 @message
