@@ -38,6 +38,7 @@ def digits(strategy: str, options: dict[str, Any], **task: Any) -> Config:
         {
             "run": {"strategy": strategy, "seed": 3, "rounds": 12, "learning_rate": 0.003, "targets": [0.85]},
             "task": {"name": "digits", "dirichlet_alpha": 0.3, **task},
+            "trust": {"say": "unbounded"},  # as published
             "strategy": {strategy: options},
             "facility": [facility("east"), facility("west", steps_per_second=20.0), facility("north")],
         }
