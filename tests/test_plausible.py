@@ -13,7 +13,7 @@ from fedqueue.ledger import LedgerReader
 from fedqueue.protocol.contract import Assignment, Order, Receipt
 from fedqueue.protocol.messages import JobEnded, JobStarted, UpdateArrived
 from fedqueue.protocol.pace import APART, STEPS, TURNAROUNDS, shortest_round
-from fedqueue.protocol.plausible import AHEAD, plausible
+from fedqueue.protocol.reports import AHEAD, plausible
 from fedqueue.protocol.state import JobState
 from tests.coordinators import serving, started, update
 

@@ -19,9 +19,9 @@ from fedqueue.aggregate import Contribution, aggregate, norm_of_change, take_ste
 from fedqueue.combining import combined
 from fedqueue.config import parse
 from fedqueue.ledger import LedgerReader
+from fedqueue.protocol.aggregation import Norms, Say, at_most_one
 from fedqueue.protocol.contract import facility_of
 from fedqueue.protocol.messages import Aggregate, Guard, ServerStep
-from fedqueue.protocol.trust import Norms, Say, at_most_one
 from fedqueue.sim.runner import simulate
 from tests.conftest import facility
 from tests.coordinators import Facility, Served, serving, update
@@ -38,7 +38,7 @@ def test_updates_that_meet_at_a_cutoff_are_together_worth_one_fresh_one_at_most(
     updates: list[tuple[str, float]],
 ) -> None:
     names, worth = [name for name, _ in updates], [value for _, value in updates]
-    bounded = at_most_one(names, worth)
+    bounded = at_most_one(list(zip(names, worth, strict=True)))
     for name in set(names):
         mine = [(was, now) for owner, was, now in zip(names, worth, bounded, strict=True) if owner == name]
         assert sum(now for _, now in mine) <= 1 + 1e-12

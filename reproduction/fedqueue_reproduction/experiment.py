@@ -18,7 +18,7 @@ from fedqueue.config import Config
 from fedqueue.errors import ConfigError
 from fedqueue.metrics import target_key
 from fedqueue.protocol.codec import read
-from fedqueue.protocol.trust import AS_PUBLISHED
+from fedqueue.protocol.plan import AS_PUBLISHED
 
 FOLDER: Final = "experiments"
 

@@ -19,9 +19,9 @@ from fedqueue.engine import Listener
 from fedqueue.metrics import Tally, target_key
 from fedqueue.protocol.contract import JobId, Order
 from fedqueue.protocol.messages import Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
+from fedqueue.protocol.plan import AS_PUBLISHED
 from fedqueue.protocol.predict.base import quantile_of
 from fedqueue.protocol.state import RunState
-from fedqueue.protocol.trust import AS_PUBLISHED
 from fedqueue.runs import rounded
 from fedqueue.sim.runner import Learned, simulate
 

@@ -95,7 +95,7 @@ def _next(
     from_first: bool,
 ) -> StateDict:
     deltas, means = _terms(current, contributions, rule, from_first=from_first)
-    heard = voices(contributions)
+    heard = voices(contributions) if COUNTER in roles.values() else []
     if not contributions:
         return dict(current)
     kept: dict[str, Matrix] = {}

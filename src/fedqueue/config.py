@@ -21,11 +21,10 @@ from fedqueue.agent.schedulers.base import SchedulerSettings
 from fedqueue.errors import ConfigError
 from fedqueue.plugins import register_rules
 from fedqueue.protocol.codec import at_least, more_than, read, share
-from fedqueue.protocol.plan import FailurePolicy
+from fedqueue.protocol.plan import FailurePolicy, Trust
 from fedqueue.protocol.service import DEFAULT_OFFER
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.protocol.strategies.fedadam import ServerStepOptions
-from fedqueue.protocol.trust import Trust
 from fedqueue.training.causal_settings import CAUSAL_LM, averages_products, complete_options
 from fedqueue.training.job import TaskSettings
 

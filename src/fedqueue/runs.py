@@ -15,9 +15,8 @@ from fedqueue.config import Config, import_modules
 from fedqueue.errors import ReplayError, RunFolderError, StorageError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.plan import FacilityProfile, FailurePolicy, Plan
+from fedqueue.protocol.plan import AS_PUBLISHED, FacilityProfile, FailurePolicy, Plan, Trust
 from fedqueue.protocol.strategies import STRATEGIES, Strategy
-from fedqueue.protocol.trust import AS_PUBLISHED, Trust
 
 SUMMARY: Final = "summary.json"
 

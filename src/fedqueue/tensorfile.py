@@ -358,14 +358,14 @@ def _make(
     with ExitStack() as stack:
         like = _Source.open(stack, current, content=content)
         sources: dict[Hashable, _Source] = {now: like}
-        heard = voices(contributions)
+        role_of = roles(like.header, current)
+        heard = voices(contributions) if COUNTER in role_of.values() else []
         told = [shares[voice.members[-1][0]][1] for voice in heard]  # of counters, what each said last
         guarded = [key for _, *keys, _ in shares for key in keys] if guard is not None else []
         for key in (*deltas, *means, *told, *guarded):
             if key not in sources:
                 sources[key] = _Source.open(stack, paths[key], like, content)
         stack.enter_context(_unchanged(sources.values()))
-        role_of = roles(like.header, current)
         entries = list(like.header.entries.values())
         target = stack.enter_context(_Target.create(out))
         target.put(encode_header(entries, like.header.metadata))

@@ -34,8 +34,18 @@ from fedqueue.protocol.contract import (
     job_id,
 )
 from fedqueue.protocol.messages import ForecastIssued, NodeHoursTold, UpdateArrived, UpdateRejected
-from fedqueue.protocol.plausible import plausible, plausible_forecast
-from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Report, Scored, Started, Took, event_of
+from fedqueue.protocol.reports import (
+    ForecastMade,
+    Handin,
+    Poll,
+    Report,
+    Scored,
+    Started,
+    Took,
+    event_of,
+    plausible,
+    plausible_forecast,
+)
 from fedqueue.protocol.state import JobState
 from fedqueue.tensorbytes import Content
 

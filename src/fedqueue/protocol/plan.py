@@ -1,11 +1,14 @@
-"""What a strategy is told before a run: facilities, limits, how failures are treated. Kept in the ledger."""
+"""What a strategy is told before a run: facilities, limits, how failures are treated, how far facilities are trusted.
+
+Kept in the ledger.
+"""
 
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Final, Literal
 
-from fedqueue.protocol.codec import later, message
-from fedqueue.protocol.trust import Trust
+from fedqueue.protocol.codec import at_least, later, message, one_of
 
 
 @message
@@ -42,6 +45,29 @@ class FailurePolicy:
         for name in ("retry_seconds", "suspend_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, found {getattr(self, name)}")
+
+
+@message
+class Trust:
+    """How far facilities are trusted with the model."""
+
+    say: Literal["bounded", "unbounded"] = "bounded"
+    clip: float = 5.0  # what is clipped is so many times larger than updates usually are; 0: nothing is
+
+    rule: Literal["mean", "median", "trimmed", "krum"] = "mean"  # by which updates are combined
+    hostile: float = 0.25  # share of the facilities that may mean harm, for "trimmed" and "krum"
+
+    def __post_init__(self) -> None:
+        one_of(self, "rule", ("mean", "median", "trimmed", "krum"))
+        if not 0 <= self.hostile < 0.5:
+            raise ValueError(f"hostile must be from 0 to below 0.5, found {self.hostile}: no rule outvotes a majority")
+        at_least(self, 0, "clip")
+        if 0 < self.clip < 1:
+            raise ValueError(f"clip must be 1 or more, or 0 for none, found {self.clip}")
+
+
+AS_PUBLISHED: Final = Trust(say="unbounded", clip=0.0)
+"""Every update counts in full, as the papers have it; so did every run before there were bounds."""
 
 
 @message

@@ -27,7 +27,7 @@ from functools import partial
 from math import inf
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedqueue.protocol.aggregation import Update
+from fedqueue.protocol.aggregation import Norms, Say, Update
 from fedqueue.protocol.budget import wall_request
 from fedqueue.protocol.contract import WALL_TIME, Assignment, JobId, Order, Receipt, UpdateKey, facility_of, job_id
 from fedqueue.protocol.messages import (
@@ -77,7 +77,6 @@ from fedqueue.protocol.predict import Forecast
 from fedqueue.protocol.state import JobState, RunState
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.staying import AT_ONCE, StayOptions, head_start, stay_at, wait_at
-from fedqueue.protocol.trust import Norms, Say
 
 Why = Literal["start", "arrival", "failure", "rejoin"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedqueue.protocol.aggregation import Buffer, Decay, Update, discount, normalised
+from fedqueue.protocol.aggregation import Buffer, Decay, Update, at_most_one, discount, normalised
 from fedqueue.protocol.budget import IDLE_ROUNDS
 from fedqueue.protocol.codec import at_least, more_than, one_of, share
 from fedqueue.protocol.contract import Scaling
@@ -18,7 +18,6 @@ from fedqueue.protocol.predict import check_name
 from fedqueue.protocol.strategies.base import Strategy
 from fedqueue.protocol.strategies.roster import Facility
 from fedqueue.protocol.strategies.staying import StayOptions
-from fedqueue.protocol.trust import at_most_one
 
 LEAST_TRUST = 0.05  # in an update of an absent facility; with less it is forgotten
 
@@ -127,7 +126,7 @@ class RoundStrategy(Strategy):
         if self.options.stay != "off":
             raw = [r * s for r, s in zip(raw, self._shares_at_facility(admitted, worth), strict=True)]
         elif self.bounds_say:
-            bounded = at_most_one([u.facility for u in admitted], worth)
+            bounded = at_most_one([(u.facility, w) for u, w in zip(admitted, worth, strict=True)])
             raw = [self.facilities[u.facility].profile.data_weight * w for u, w in zip(admitted, bounded, strict=True)]
         stand_ins = self._stand_ins(admitted)
         trusted = [self.facilities[u.facility].profile.data_weight * trust for u, trust in stand_ins]
