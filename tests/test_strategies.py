@@ -262,6 +262,7 @@ def check_invariants(trace: Trace, absent: float = 0.0) -> None:
             ready = event.version
         if isinstance(event, UpdateArrived):
             arrived.add(event.receipt.key)
+        back_to = event.version if isinstance(event, RolledBack) else None  # the first model that is asked for then
         for command in commands:
             if isinstance(command, SubmitJob):
                 assert command.order.job_id not in submitted, "a job id is used once"
@@ -272,8 +273,8 @@ def check_invariants(trace: Trace, absent: float = 0.0) -> None:
                 assert command.standing.version <= ready
             elif isinstance(command, Aggregate):
                 assert command.to_version == made + 1
-                assert command.from_version == (event.version if isinstance(event, RolledBack) else made)
-                made += 1
+                assert command.from_version == (made if back_to is None else back_to)
+                made, back_to = made + 1, None
                 fresh = [s.key for s in command.weights if not s.again]
                 aggregated.update(fresh)
                 used_in |= dict.fromkeys(fresh, command.from_version)

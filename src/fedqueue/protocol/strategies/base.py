@@ -487,7 +487,8 @@ class Strategy:
             ]
             for update in gone:
                 self.settle(update, "expired", reason=TAKEN_BACK.format(update.receipt.base_version))
-            self.withdrawn(facility, gone)
+            if gone:
+                self.withdrawn(facility, gone)
         for facility in self.facilities.values():
             for job in list(facility.jobs.values()):
                 stays_on = job.stays and job.phase == "running"

@@ -107,7 +107,8 @@ class FedCompass(Strategy):
         group = self._group_of.get(facility.name)
         if group is not None and facility.name not in group.awaited:
             group.back = [update for update in group.back if update not in updates]
-            del self._group_of[facility.name]
+            if facility.name not in self._members(group):
+                del self._group_of[facility.name]
 
     def missed(self, facility: Facility, cutoff: float) -> bool:
         return facility.name not in self._group_of

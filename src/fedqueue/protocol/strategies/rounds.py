@@ -84,6 +84,7 @@ class RoundStrategy(Strategy):
         self._last.pop(facility.name, None)
 
     def rolled_back(self) -> None:
+        self._last.clear()  # nothing of models that are taken back stands in for anybody
         self.round += 1  # the version that is asked for is that of the next round, which has begun; its cutoff stays
         self._set_cutoff()
 
