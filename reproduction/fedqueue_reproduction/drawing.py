@@ -186,6 +186,7 @@ def dot_figure(panels: Sequence[Panel], *, columns: int, shared: bool) -> Figure
         axes.set_title(panel.title, fontsize=10, pad=6)
         if not shared or place >= len(panels) - columns:
             axes.set_xlabel(panel.label, fontsize=9)
+            axes.tick_params(axis="x", which="both", labelbottom=True)  # also above a gap in the last row
         axes.set_yticks(range(len(names)), names[::-1])
         axes.set_ylim(-0.6, len(names) - 0.4)
         axes.tick_params(axis="y", length=0)
@@ -319,7 +320,7 @@ def sweep_figure(
     for axes in grid[len(panels) :]:
         axes.remove()
     x = np.arange(len(values), dtype=np.float64)
-    for axes, (title, series) in zip(grid, panels, strict=False):
+    for number, (axes, (title, series)) in enumerate(zip(grid, panels, strict=False)):
         for place, one in enumerate(series):
             shift = (place - (len(series) - 1) / 2) * min(0.07, 0.35 / max(len(series), 1))
             _series(axes, np.asarray(x + shift, np.float64), one)
@@ -327,6 +328,7 @@ def sweep_figure(
             axes.set_yscale("log")
             _plain_ticks(axes.yaxis)
         axes.set_xticks(x, values)
+        axes.tick_params(axis="x", labelbottom=number >= len(panels) - columns)
         axes.set_xlim(-0.4, len(values) - 0.6)
         axes.grid(visible=False, axis="x")
         axes.set_title(title, fontsize=10, pad=6)
