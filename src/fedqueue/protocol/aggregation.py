@@ -257,7 +257,15 @@ DECLARATION = "fedqueue.roles"
 DECLARATIONS = (DECLARATION, "fedqueue.protocol.roles")
 """The same, with the key of files that were written for a while before 0.2."""
 
-_USUAL = {"running_mean": STATISTIC, "running_var": STATISTIC, "num_batches_tracked": COUNTER}
+MOMENT, ROWS, COLUMNS = "second_moment", "second_moment_rows", "second_moment_columns"
+"""Ends of the names of tensors that hold what Adam learned of a parameter: see `fedqueue.moments`."""
+
+_USUAL = {
+    "running_mean": STATISTIC,
+    "running_var": STATISTIC,
+    "num_batches_tracked": COUNTER,
+    **dict.fromkeys((MOMENT, ROWS, COLUMNS), STATISTIC),
+}
 
 
 def find_roles(

@@ -83,4 +83,5 @@ def _learning(config: Config, seed: int) -> Learned:
     task = make_task(config.task, len(config.facility), seed)
     must_match(config.model.roles, task.initial_model())
     keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
-    return RealLearning(task, config.model.roles, variates=keeps_variates), task.data_sizes()
+    shares = config.model.moments == "shared"
+    return RealLearning(task, config.model.roles, variates=keeps_variates, moments=shares), task.data_sizes()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
+from fedqueue.moments import Moments, split
 from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
 from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
 from fedqueue.training.instructions import (
@@ -255,6 +256,7 @@ class CausalTask(Task):
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
+        change: StateDict | None = None,
     ) -> Trained:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
@@ -267,10 +269,11 @@ class CausalTask(Task):
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
             self._load(model)
             optimizer = make_optimizer(self._model, self._settings, learning_rate)
+            adam = Moments(optimizer, self._trained_parameters(), split(model)[1], change, learning_rate)
             if drift is not None:
                 optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
             done, samples, total = self._train_steps(optimizer, sequences, schedule)
-            trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+            trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} | adam.end()
         return Trained(model=trained, samples=samples, loss=total / max(1, done))
 
     def score(self, model: StateDict) -> dict[str, float]:
@@ -343,8 +346,15 @@ class CausalTask(Task):
 
     def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Those that the optimizer changes, by the names under which they travel."""
-        trained = {parameter.data_ptr() for parameter in self._model.parameters() if parameter.requires_grad}
-        return ((name, tensor) for name, tensor in self._tensors.items() if tensor.data_ptr() in trained)
+        return ((name, self._tensors[name]) for name, _ in self._trained_parameters())
+
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        trained = {parameter.data_ptr(): parameter for parameter in self._model.parameters() if parameter.requires_grad}
+        return (
+            (name, trained[tensor.data_ptr()])
+            for name, tensor in self._tensors.items()
+            if tensor.data_ptr() in trained
+        )
 
     # Files
 

@@ -1,0 +1,202 @@
+"""What the optimizers of all facilities learned, shared: an Adam need not begin anew with every job.
+
+Adam divides each step by the root of a second moment, the mean of squared gradients. A job that begins with none makes
+large steps in every direction until it has seen some, and each facility learns another scale. So the second moments travel with a
+model, as statistics: every update brings those with which its job ended, and their weighted mean comes with the next
+model. Of a matrix only the means of rows and columns travel, about a hundredth of it, and their product stands for the rest.
+
+The first moment does not travel. A job that stays has the model before, and goes on where the mean of everybody was
+going.
+
+Part of the worker: Python 3.9; torch is loaded where tensors are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from fedqueue.protocol.aggregation import COLUMNS, MOMENT, MOVING, ROWS
+
+Shape = tuple[int, ...]
+
+TRUST = 30
+"""Steps that the shared moments count for: after so many of its own, half of what a job divides by is its own."""
+ONWARD = 0.5
+"""Of the last change of the model, the share that a job would do again if its own gradients were zero."""
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+def moment_shapes(name: str, shape: Shape) -> dict[str, Shape]:
+    """The tensors that travel for a parameter.
+
+    >>> moment_shapes("conv.weight", (64, 32, 3, 3))
+    {'conv.weight.second_moment_rows': (64,), 'conv.weight.second_moment_columns': (288,)}
+    """
+    if len(shape) < 2:
+        return {f"{name}.{MOMENT}": shape}
+    return {f"{name}.{ROWS}": shape[:1], f"{name}.{COLUMNS}": (prod(shape[1:]),)}
+
+
+def first_moments(shapes: Mapping[str, Shape], types: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Shape]:
+    """All that travels with a model of these tensors; at first they are zero, which says that nobody knows any."""
+    moving = [name for name, role in roles.items() if role in MOVING and types[name].startswith(("float", "bfloat"))]
+    return {key: found for name in moving for key, found in moment_shapes(name, shapes[name]).items()}
+
+
+def is_moment(name: str) -> bool:
+    return name.rpartition(".")[2] in (MOMENT, ROWS, COLUMNS)
+
+
+def split(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model itself, and the moments beside it.
+
+    >>> split({"w": 1, "w.second_moment": 2})
+    ({'w': 1}, {'w.second_moment': 2})
+    """
+    model = {name: tensor for name, tensor in tensors.items() if not is_moment(name)}
+    return model, {name: tensor for name, tensor in tensors.items() if is_moment(name)}
+
+
+# Tensors --------------------------------------------------------------------------------------------------
+
+
+def no_moments(model: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
+    """Those of a first model."""
+    import torch
+
+    types = {name: str(tensor.dtype).rpartition(".")[2] for name, tensor in model.items()}
+    found = first_moments({name: tuple(tensor.shape) for name, tensor in model.items()}, types, roles)
+    return {name: torch.zeros(shape) for name, shape in found.items()}
+
+
+def taken_apart(name: str, second: Any) -> dict[str, Any]:
+    """A second moment as it travels."""
+    if second.ndim < 2:
+        return {f"{name}.{MOMENT}": second.detach().clone()}
+    flat = second.detach().flatten(1)
+    return {f"{name}.{ROWS}": flat.mean(1), f"{name}.{COLUMNS}": flat.mean(0)}
+
+
+def put_together(name: str, shape: Shape, moments: Mapping[str, Any]) -> Any:
+    """The second moment of a parameter; None: it does not travel.
+
+    >>> import torch
+    >>> put_together("w", (2, 2), taken_apart("w", torch.tensor([[1.0, 2.0], [3.0, 6.0]])))
+    tensor([[1., 2.],
+            [3., 6.]])
+    """
+    wanted = moment_shapes(name, shape)
+    parts = [moments.get(key) for key in wanted]
+    if any(part is None or tuple(part.shape) != size for part, size in zip(parts, wanted.values())):  # noqa: B905
+        return None
+    # What a facility hands in may be anything finite.
+    parts = [part.float().clamp(min=0) for part in parts]
+    if len(shape) < 2:
+        return parts[0]
+    rows, columns = parts
+    mean = rows.mean()
+    return (rows[:, None] * (columns / mean if mean > 0 else columns)[None, :]).reshape(shape)
+
+
+def first_moment(second: Any, change: Any, beta1: float, learning_rate: float) -> Any:
+    """With which Adam goes on the way that the model went: by `ONWARD` of the change, if it meets no gradient."""
+    return second.sqrt() * change * (-ONWARD * (1 - beta1) / learning_rate)
+
+
+def change_of(
+    now: Mapping[str, Any], before: Mapping[str, Any], versions: int, roles: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """How a model moved in one version, by two that are so many versions apart. None: they are not."""
+    if versions < 1:
+        return None
+    return {name: (now[name] - before[name]) / versions for name, role in roles.items() if role in MOVING}
+
+
+class Moments:
+    """An Adam that goes on from shared moments. What it is not meant for stays as it is: parameters whose moments do
+    not travel, and optimizers of another kind."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        named: Iterable[tuple[str, Any]],
+        moments: Mapping[str, Any],
+        change: Mapping[str, Any] | None,
+        learning_rate: float,
+    ) -> None:
+        """`change`: how the model moved to where this begins, in one version; None: nobody knows."""
+        self._optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in named}
+        self._given = moments
+        self._warming: list[Any] = []  # groups of parameters that all began without a first moment
+        self._steps = 0
+        self._rates: list[Any] = []
+        self._hooks: list[Any] = []
+        if not any(bool((tensor > 0).any()) for tensor in moments.values()):
+            return  # this is the first model
+        for group in optimizer.param_groups:
+            begun = [self._begin(group, parameter, change, learning_rate) for parameter in group["params"]]
+            if change is None and all(begun):
+                self._warming.append(group)
+        if self._warming:
+            # Torch has one count of steps for both moments, and has counted steps that the first has not seen.
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+
+    def _begin(self, group: Any, parameter: Any, change: Mapping[str, Any] | None, learning_rate: float) -> bool:
+        import torch
+
+        name = self._name(group, parameter)
+        second = None if name is None else put_together(name, tuple(parameter.shape), self._given)
+        if second is None:
+            return False
+        second = second.to(parameter.device)
+        beta1, beta2 = group["betas"]
+        first = torch.zeros_like(second)
+        if change is not None:
+            moved = change[name].to(second.device, second.dtype)
+            first = first_moment(second, moved, beta1, learning_rate)
+        on_device = group.get("capturable") or group.get("fused")
+        state = self._optimizer.state[parameter]
+        state["step"] = torch.tensor(float(TRUST), device=parameter.device if on_device else "cpu")
+        state["exp_avg"] = first.to(parameter.dtype)
+        state["exp_avg_sq"] = (second * (1 - beta2**TRUST)).to(parameter.dtype)
+        if group.get("amsgrad"):
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        return True
+
+    def _name(self, group: Any, parameter: Any) -> str | None:
+        adapts = "betas" in group and parameter.requires_grad and parameter.is_floating_point()
+        return self._names.get(id(parameter)) if adapts else None
+
+    def _before_step(self, *_: Any) -> None:
+        self._steps += 1
+        self._rates = [group["lr"] for group in self._warming]
+        for group in self._warming:
+            beta1 = group["betas"][0]
+            group["lr"] = group["lr"] * ((1 - beta1 ** (self._steps + TRUST)) / (1 - beta1**self._steps))
+
+    def _after_step(self, *_: Any) -> None:
+        for group, rate in zip(self._warming, self._rates):  # noqa: B905
+            group["lr"] = rate
+
+    def end(self) -> dict[str, Any]:
+        """As they are now, to hand in; of parameters that did not train as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        found = dict(self._given)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name, state = self._name(group, parameter), self._optimizer.state.get(parameter, {})
+                if name is not None and "exp_avg_sq" in state:
+                    seen = 1 - group["betas"][1] ** float(state["step"])
+                    parts = taken_apart(name, state["exp_avg_sq"].float() / seen)
+                    found.update({key: part for key, part in parts.items() if key in found})
+        return found
