@@ -1,9 +1,10 @@
 """What the optimizers of all facilities learned, shared: an Adam need not begin anew with every job.
 
 Adam divides each step by the root of a second moment, the mean of squared gradients. A job that begins with none makes
-large steps in every direction until it has seen some, and each facility learns another scale. So the second moments travel with a
-model, as statistics: every update brings those with which its job ended, and their weighted mean comes with the next
-model. Of a matrix only the means of rows and columns travel, about a hundredth of it, and their product stands for the rest.
+large steps in every direction until it has seen some, and each facility learns another scale. So the second moments
+travel with a model, as statistics: every update brings those with which its job ended, and their weighted mean comes
+with the next model. Of a matrix only the means of rows and columns travel, a hundredth of it or less, and their product
+stands for it.
 
 The first moment does not travel. A job that stays has the model before, and goes on where the mean of everybody was
 going.
@@ -90,7 +91,7 @@ def put_together(name: str, shape: Shape, moments: Mapping[str, Any]) -> Any:
             [3., 6.]])
     """
     wanted = moment_shapes(name, shape)
-    parts = [moments.get(key) for key in wanted]
+    parts: list[Any] = [moments.get(key) for key in wanted]
     if any(part is None or tuple(part.shape) != size for part, size in zip(parts, wanted.values())):  # noqa: B905
         return None
     # What a facility hands in may be anything finite.
@@ -160,6 +161,7 @@ class Moments:
         beta1, beta2 = group["betas"]
         first = torch.zeros_like(second)
         if change is not None:
+            assert name is not None
             moved = change[name].to(second.device, second.dtype)
             first = first_moment(second, moved, beta1, learning_rate)
         on_device = group.get("capturable") or group.get("fused")

@@ -351,9 +351,7 @@ class CausalTask(Task):
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         trained = {parameter.data_ptr(): parameter for parameter in self._model.parameters() if parameter.requires_grad}
         return (
-            (name, trained[tensor.data_ptr()])
-            for name, tensor in self._tensors.items()
-            if tensor.data_ptr() in trained
+            (name, trained[tensor.data_ptr()]) for name, tensor in self._tensors.items() if tensor.data_ptr() in trained
         )
 
     # Files
