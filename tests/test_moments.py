@@ -17,7 +17,8 @@ from fedqueue import participate, tensorfile
 from fedqueue.aggregate import Contribution, aggregate, roles_of
 from fedqueue.config import parse
 from fedqueue.errors import ConfigError
-from fedqueue.moments import ONWARD, TRUST, Moments, is_moment, no_moments, put_together, split, taken_apart
+from fedqueue.moments import ONWARD, TRUST, Moments, no_moments, put_together, taken_apart
+from fedqueue.protocol.aggregation import is_moment, split_moments
 from fedqueue.sim.runner import simulate
 from tests.conftest import facility
 from tests.jobs import enter, make_job, update_of
@@ -129,7 +130,7 @@ def test_moments_are_averaged_as_statistics_and_the_first_models_zeros_do_not_co
         "w.second_moment_rows",
         "w.second_moment_columns",
     }
-    assert set(no_moments(split(first)[0], roles)) == set(split(first)[1])
+    assert set(no_moments(split_moments(first)[0], roles)) == set(split_moments(first)[1])
 
     def update(value: float) -> dict[str, Tensor]:
         return {**first, **taken_apart("w", torch.full((2, 2), value))}
@@ -205,7 +206,7 @@ def test_a_script_that_knows_nothing_of_it_works_unchanged(tmp_path: Path, monke
         work.submit(module.state_dict())
     update = update_of(tmp_path)
     assert update["weight.second_moment_columns"].tolist() == [4.0, 4.0], "as they came"
-    assert set(split(update)[0]) == {"weight", "bias"}
+    assert set(split_moments(update)[0]) == {"weight", "bias"}
 
 
 def test_a_script_without_torch_hands_them_back_too(tmp_path: Path) -> None:

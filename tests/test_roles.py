@@ -18,8 +18,7 @@ import fedqueue
 from fedqueue import tensorfile
 from fedqueue.aggregate import Contribution, aggregate
 from fedqueue.ledger import FILE, LedgerReader
-from fedqueue.moments import is_moment
-from fedqueue.protocol.aggregation import DECLARATION
+from fedqueue.protocol.aggregation import DECLARATION, is_moment
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.runs import replay
 from fedqueue.worker.job_folder import read_header as worker_header

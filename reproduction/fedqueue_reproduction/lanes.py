@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedqueue.aggregate import StateDict
-from fedqueue.moments import split
+from fedqueue.protocol.aggregation import split_moments
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import AUGMENTATION, Task, draws, products_in, signed
 from fedqueue.training.workload import Samples, Workload
@@ -250,7 +250,7 @@ class RecordedTask(Task):
         drift: StateDict | None,
         change: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
-        if drift is not None or split(model)[1]:  # of which what is recorded knows nothing
+        if drift is not None or split_moments(model)[1]:  # of which what is recorded knows nothing
             return super()._go_through(schedule, model, learning_rate, job_seed, during, drift, change)
         job = SlotJob(self._rows.flatten(model), torch.stack(list(schedule)), learning_rate, job_seed)
         self._lanes.load({0: job})

@@ -15,54 +15,14 @@ Part of the worker: Python 3.9; torch is loaded where tensors are touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any
 
-from fedqueue.protocol.aggregation import COLUMNS, MOMENT, MOVING, ROWS
-
-Shape = tuple[int, ...]
+from fedqueue.protocol.aggregation import COLUMNS, MOMENT, MOVING, ROWS, Shape, first_moments, moment_shapes
 
 TRUST = 30
 """Steps that the shared moments count for: after so many of its own, half of what a job divides by is its own."""
 ONWARD = 0.5
 """Of the last change of the model, the share that a job would do again if its own gradients were zero."""
-
-
-# Names ----------------------------------------------------------------------------------------------------
-
-
-def moment_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """The tensors that travel for a parameter.
-
-    >>> moment_shapes("conv.weight", (64, 32, 3, 3))
-    {'conv.weight.second_moment_rows': (64,), 'conv.weight.second_moment_columns': (288,)}
-    """
-    if len(shape) < 2:
-        return {f"{name}.{MOMENT}": shape}
-    return {f"{name}.{ROWS}": shape[:1], f"{name}.{COLUMNS}": (prod(shape[1:]),)}
-
-
-def first_moments(shapes: Mapping[str, Shape], types: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Shape]:
-    """All that travels with a model of these tensors; at first they are zero, which says that nobody knows any."""
-    moving = [name for name, role in roles.items() if role in MOVING and types[name].startswith(("float", "bfloat"))]
-    return {key: found for name in moving for key, found in moment_shapes(name, shapes[name]).items()}
-
-
-def is_moment(name: str) -> bool:
-    return name.rpartition(".")[2] in (MOMENT, ROWS, COLUMNS)
-
-
-def split(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model itself, and the moments beside it.
-
-    >>> split({"w": 1, "w.second_moment": 2})
-    ({'w': 1}, {'w.second_moment': 2})
-    """
-    model = {name: tensor for name, tensor in tensors.items() if not is_moment(name)}
-    return model, {name: tensor for name, tensor in tensors.items() if is_moment(name)}
-
-
-# Tensors --------------------------------------------------------------------------------------------------
 
 
 def no_moments(model: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ import numpy as np
 from fedqueue.combining import Combiner, most_say, voices
 from fedqueue.files import writing
 from fedqueue.low_rank import Matrix, weighted_factors
-from fedqueue.moments import first_moments, is_moment
 from fedqueue.protocol.aggregation import (
     COUNTER,
     DECLARATIONS,
@@ -36,6 +35,8 @@ from fedqueue.protocol.aggregation import (
     declaration,
     declared_roles,
     find_roles,
+    first_moments,
+    is_moment,
     model_factors,
     statistic_factors,
 )

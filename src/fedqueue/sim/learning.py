@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fedqueue.moments import change_of, no_moments, split
+from fedqueue.moments import change_of, no_moments
+from fedqueue.protocol.aggregation import split_moments
 from fedqueue.protocol.contract import Assignment, UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.training.job import luck
@@ -118,7 +119,7 @@ class RealLearning(Learning):
             went_on = self._steps(training, own, training.ahead, -training.luck)
             carried = self._rules.Contribution(weight=1.0, trained=went_on.model, base=own)
             went_to = self._rules.aggregate(model, [carried], "add_deltas", self.roles)
-            model = {**went_to, **split(model)[1]}  # everybody's moments, not its own
+            model = {**went_to, **split_moments(model)[1]}  # everybody's moments, not its own
             samples = went_on.samples
         trained = self._steps(training, model, training.steps - training.ahead, training.luck, self._change(training))
         if self._variates is not None:
@@ -133,6 +134,8 @@ class RealLearning(Learning):
 
     def _change(self, training: Training) -> StateDict | None:
         """How the model moved since the part before, in one version."""
+        if not self._shares_moments:
+            return None
         version = training.work.base_version
         before, model = self._began_with.get(training.key[:2], (version, {}))
         return change_of(self._models[version], model, version - before, self.roles)

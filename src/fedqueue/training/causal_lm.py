@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.moments import Moments, split
-from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
+from fedqueue.moments import Moments
+from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles, split_moments
 from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
 from fedqueue.training.instructions import (
     Conversation,
@@ -269,11 +269,14 @@ class CausalTask(Task):
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
             self._load(model)
             optimizer = make_optimizer(self._model, self._settings, learning_rate)
-            adam = Moments(optimizer, self._trained_parameters(), split(model)[1], change, learning_rate)
+            moments, adam = split_moments(model)[1], None
+            if moments:
+                adam = Moments(optimizer, self._trained_parameters(), moments, change, learning_rate)
             if drift is not None:
                 optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
             done, samples, total = self._train_steps(optimizer, sequences, schedule)
-            trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} | adam.end()
+            trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+            trained |= {} if adam is None else adam.end()
         return Trained(model=trained, samples=samples, loss=total / max(1, done))
 
     def score(self, model: StateDict) -> dict[str, float]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, FedQueueError, TaskError, describe
-from fedqueue.moments import Moments, split
+from fedqueue.moments import Moments
 from fedqueue.plugins import plugins
-from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.protocol.aggregation import buffer_roles, split_moments
 from fedqueue.training.causal_settings import CAUSAL_LM
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.workload import Workload, load_workload
@@ -139,10 +139,12 @@ class Task:
         """The trained model, how many steps were done, and the sum of their losses."""
         if during is not None:
             schedule = (batch for _, batch in zip(during, schedule, strict=False))
-        weights, moments = split(model)
+        weights, moments = split_moments(model)
         self._module.load_state_dict(weights)
         optimizer = make_optimizer(self._module, self._settings, learning_rate)
-        adam = Moments(optimizer, self._module.named_parameters(), moments, change, learning_rate)
+        adam = None
+        if moments:
+            adam = Moments(optimizer, self._module.named_parameters(), moments, change, learning_rate)
         if drift is not None:
             named = ((name, p) for name, p in self._module.named_parameters() if p.requires_grad)
             optimizer.register_step_post_hook(drifting(named, drift, learning_rate))
@@ -152,13 +154,14 @@ class Task:
         with products_in(self._workload, self._device):
             pull = proximal_pull(self._module, self._settings.proximal)
             total = train_steps(self._module, optimizer, self._workload.loss, self._train, counting, augment, pull)
-        return {**copy_state(self._module), **adam.end()}, next(counted), total
+        learned = {} if adam is None else adam.end()
+        return {**copy_state(self._module), **learned}, next(counted), total
 
     def score(self, model: StateDict) -> dict[str, float]:
         """At least "score" (the accuracy by default; higher is better) and "loss", on the test samples."""
         inputs, targets = self._test
         with blaming(self.name, "scoring"):
-            self._module.load_state_dict(split(model)[0])
+            self._module.load_state_dict(split_moments(model)[0])
             self._module.eval()
             with torch.inference_mode(), products_in(self._workload, self._device):
                 outputs = torch.cat([self._module(chunk) for chunk in torch.split(inputs, SCORE_CHUNK)])

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedqueue.moments import is_moment
-from fedqueue.protocol.aggregation import FACTOR, PARAMETER
+from fedqueue.protocol.aggregation import FACTOR, PARAMETER, is_moment
 from fedqueue.worker.job_folder import Header, Tensors, is_torch, torch_type
 
 

@@ -29,7 +29,8 @@ from typing import Any
 
 from fedqueue.errors import describe
 from fedqueue.files import failpoint
-from fedqueue.moments import Moments, change_of, is_moment, split
+from fedqueue.moments import Moments, change_of
+from fedqueue.protocol.aggregation import is_moment, split_moments
 from fedqueue.protocol.codec import message
 from fedqueue.protocol.contract import Assignment, AssignmentFile, Result, Trained
 from fedqueue.worker.ahead import Ahead
@@ -260,7 +261,7 @@ class Work:
     def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
         found = broadcast_model(self._ranks, self._load, self._header) if self._ranks.connected else self._load()
-        model, self._moments = split(found)
+        model, self._moments = split_moments(found)
         return model
 
     def moments(self) -> Tensors:
