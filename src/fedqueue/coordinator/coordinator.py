@@ -12,14 +12,14 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fedqueue import tensorfile
+from fedqueue import tensorsum
 from fedqueue.config import Config
 from fedqueue.coordinator.scoring import Scorer, Scores
 from fedqueue.coordinator.store import Store, what_is_wrong
@@ -29,7 +29,7 @@ from fedqueue.files import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.contract import facility_of, job_id
+from fedqueue.protocol.contract import REASON_LENGTH, facility_of, job_id
 from fedqueue.protocol.messages import (
     Aggregate,
     Command,
@@ -42,6 +42,7 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
+    Record,
     RolledBack,
     RunPaused,
     RunResumed,
@@ -49,6 +50,7 @@ from fedqueue.protocol.messages import (
     StopRequested,
     TimerFired,
     UpdateArrived,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     parse,
 )
@@ -261,6 +263,8 @@ class Coordinator:
             facility = self.state.facilities[command.facility]
             if heard is not None:  # nobody there has heard of those between
                 facility.forget_posts(lambda number: heard < number < facility.posted)
+        elif isinstance(command, Record) and command.kind == "overdue":
+            log.warning(f"{command.facts['facility']} is not waited for in this round: {command.facts['reason']}")
 
     # The thread -----------------------------------------------------------------------------------------
 
@@ -550,9 +554,9 @@ class Coordinator:
         else:
             self._sweep()
 
-    def _ingredients(self, command: Aggregate | None) -> list[tensorfile.FileContribution]:
+    def _ingredients(self, command: Aggregate | None) -> list[tensorsum.FileContribution]:
         return [
-            tensorfile.FileContribution(
+            tensorsum.FileContribution(
                 weight=share.weight,
                 trained=self.store.path(receipt.digest),
                 base=self.store.path(self.outcomes.models[receipt.base_version]),
@@ -567,7 +571,7 @@ class Coordinator:
     def _work(
         self,
         command: Aggregate | None,
-        contributions: list[tensorfile.FileContribution],
+        contributions: list[tensorsum.FileContribution],
         suspects: Mapping[str, str],
     ) -> None:
         """In the maker's thread: the file of a new version, once all that was in the way is well."""
@@ -580,14 +584,18 @@ class Coordinator:
                 made = self._make(command, contributions)
                 if command.agreement:
                     fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
-                    agreement = tensorfile.agreement(fresh)
+                    agreement = tensorsum.agreement(fresh)
+        except tensorsum.TooLargeSumError as error:
+            too_large = error  # which Python forgets at the end of this block
+            voice = tensorsum.to_blame(contributions, error.tensor)
+            self.ask(lambda: self._overflowed(command, too_large, voice))
         except Exception as error:
-            failure = error  # which Python forgets at the end of this block
+            failure = error
             self.ask(lambda: self._failed(doing, failure))
         else:
             self.ask(lambda: self._worked(command, made, agreement, suspects))
 
-    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> Made:
+    def _make(self, command: Aggregate, contributions: list[tensorsum.FileContribution]) -> Made:
         current = self.outcomes.models[command.from_version]
         moments = self.outcomes.moments.get(command.from_version, ())
         if command.to_version > command.from_version + 1:  # models were taken back, maybe because of their files
@@ -601,14 +609,14 @@ class Coordinator:
             if command.step is None:
                 kept: list[Path] = []
                 contents = [
-                    tensorfile.aggregate(
+                    tensorsum.aggregate(
                         path, contributions, rule, scratch, from_first=is_first, guard=guard, content=expected
                     )
                 ]
             else:
                 kept = [self.store.scratch(f"v{command.to_version}-moment{n}") for n in range(command.step.moments)]
-                step = tensorfile.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
-                contents = tensorfile.take_step(
+                step = tensorsum.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
+                contents = tensorsum.take_step(
                     path, contributions, rule, scratch, step, from_first=is_first, guard=guard, content=expected
                 )
         for made, content in zip([scratch, *kept], contents, strict=True):
@@ -636,6 +644,18 @@ class Coordinator:
         if not self._suspects:
             self._mended()
         self.pump()
+
+    def _overflowed(self, command: Aggregate | None, error: tensorsum.TooLargeSumError, voice: Hashable) -> None:
+        """The sum is more than its type holds: whoever moves the tensor furthest has no part in this model."""
+        self._at_work = False
+        if command is None or voice is None or self.state.stopped is not None:
+            self._failed("the model cannot be made", error)
+            return
+        facility, reason = str(voice), f"{error.reason}; its facility moves that furthest"
+        log.warning(f"model {command.to_version} is made without {facility}: {reason}")
+        self.tell(
+            UpdatesUnusable(at=self.now, version=command.to_version, facility=facility, reason=reason[:REASON_LENGTH])
+        )
 
     # Faults that somebody must mend ---------------------------------------------------------------------
 

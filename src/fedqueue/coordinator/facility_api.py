@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
 from fedqueue.coordinator.transfers import Update
 from fedqueue.files import failpoint, sync
@@ -410,7 +410,7 @@ def _looked_at(upload: Path, like: Path | None, content: Content) -> tuple[str |
         if reason is not None:
             return reason, None
         sync(upload)
-        return None, tensorfile.norm_of_change(upload, like)
+        return None, tensorsum.norm_of_change(upload, like)
     except OSError as error:
         raise tensorfile.UnreadableFileError(upload, error) from None
     except tensorfile.UnreadableFileError:

@@ -153,6 +153,7 @@ def make_plan(config: Config, sizes: Sequence[int] | None, learned: Mapping[str,
         stop_at_score=run.stop_at_score,
         failures=config.failures,
         trust=config.trust,
+        overdue_seconds=config.server.overdue_seconds,
     )
 
 

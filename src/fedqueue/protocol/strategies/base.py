@@ -23,6 +23,7 @@ Nothing here reads a clock, draws a random number or touches a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -69,6 +70,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     WorkTaken,
 )
@@ -595,6 +597,22 @@ class Strategy:
         self.withdrawn(facility, waiting)
         self._stop_if_nobody_is_left()
 
+    def _updates_unusable(self, event: UpdatesUnusable) -> None:
+        """The model is asked for once more, and the others count as if these had brought no change."""
+        facility, command = self.facilities[event.facility], self.state.making[event.version]
+        gone = [i.update for i in self._making[event.version] if i.update.facility == facility.name]
+        self.want(
+            replace(
+                command,
+                weights=tuple(share for share in command.weights if facility_of(share.job_id) != facility.name),
+                keep=tuple(key for key in command.keep if facility_of(key[0]) != facility.name),
+            )
+        )
+        self._making[event.version] = [i for i in self._making[event.version] if i.update not in gone]
+        for update in gone:
+            self.settle(update, "rejected", reason=event.reason)
+        self.withdrawn(facility, gone)
+
     def _forecast_issued(self, event: ForecastIssued) -> None:
         self.facilities[event.facility].issued = Forecast(event.mean, event.quantiles)
 
@@ -841,6 +859,7 @@ _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     UpdateArrived: Strategy._update_arrived,
     UpdateRejected: Strategy._update_rejected,
     UpdatesWithdrawn: Strategy._updates_withdrawn,
+    UpdatesUnusable: Strategy._updates_unusable,
     ModelReady: Strategy._model_ready,
     ModelScored: Strategy._model_scored,
     TimerFired: Strategy._timer_fired,
