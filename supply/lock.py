@@ -3,9 +3,9 @@
     python supply/lock.py            the newest versions that pyproject.toml and constraints.txt allow
     python supply/lock.py --keep     only what they no longer allow is changed
 
-uv works out the versions (`pip install uv` in an environment of its own). What it finds on this machine alone, such as a
-wheel of PyTorch for processors without a GPU, gets the hashes of the index beside its own: pip takes whichever of them
-its machine offers. The file names no index: that is for each machine to say.
+uv works out the versions (`pip install uv` in an environment of its own). What it finds on this machine alone, such as
+a wheel of PyTorch for machines without a GPU (`--find-links`), gets the hashes of the index beside its own: pip takes
+whichever its machine offers. The file names no index: that is for each machine to say.
 """
 
 from __future__ import annotations

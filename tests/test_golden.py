@@ -394,4 +394,11 @@ def test_every_kind_of_event_command_and_record_appears_in_some_golden_trace() -
 
 
 def test_golden_folder_holds_nothing_else() -> None:
-    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "jit-rounds-auto", "operator", "rolled-back", "stalls", "stop"}
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {
+        *SCENARIOS,
+        "jit-rounds-auto",
+        "operator",
+        "rolled-back",
+        "stalls",
+        "stop",
+    }

@@ -492,7 +492,7 @@ def test_a_model_that_cannot_be_made_with_somebodys_updates_is_made_without_them
     def settled(commands: Sequence[Command]) -> dict[UpdateKey, str]:
         facts = [c.facts for c in commands if isinstance(c, Record) and c.kind == "fate"]
         found = {(str(f["job"]), int(f["attempt"] or 0), int(f.get("part") or 0)): str(f["fate"]) for f in facts}
-        fates.update(found)
+        fates.update(list(found))
         return found
 
     for event, _ in trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +367,10 @@ def test_an_update_that_is_far_too_large_counts_in_part(tmp_path: Path) -> None:
         assert served.replays() > 0
 
 
+def is_at(served: Served, version: int) -> Callable[[], bool]:
+    return lambda: bool(served.status()["model"] == version)
+
+
 def fates_of(served: Served) -> dict[str, dict[str, Any]]:
     """By facility, of the newest update of each."""
     with LedgerReader(served.folder / "ledger.sqlite") as ledger:
@@ -388,7 +392,7 @@ def test_a_sum_that_overflows_rejects_the_updates_of_whoever_did_it_and_the_run_
         for number, (name, value) in enumerate({"a": 3e38, "b": 3e38, "c": 0.5, "d": 3e38}.items()):
             assert served.agents[name].hand_in(orders[name], update(tmp_path, value))["status"] == "accepted"
             if number % 2:
-                wait_for(lambda made=1 + number // 2: served.status()["model"] == made, "the model", served.said)
+                wait_for(is_at(served, 1 + number // 2), "the model", served.said)
         assert served.status()["state"] == "running"
         fates = fates_of(served)
         assert {name: found["fate"] for name, found in fates.items()} == {
@@ -447,7 +451,7 @@ SAID_OF_A_JOB = st.sampled_from([JobSubmitted, JobStarted, JobRequeued, JobEnded
 def test_no_story_of_a_job_stalls_fedavg_for_longer_than_its_bound(
     story: list[tuple[type | None, float]], longest: float
 ) -> None:
-    """North hands in at once, south tells stories; the round ends within what the order and its queue make plausible."""
+    """North hands in at once, south tells stories; the round ends within what order and queue make plausible."""
     north, south = (FacilityProfile(name=name, data_weight=0.5, steps_per_second=1.0) for name in ("north", "south"))
     plan = Plan(facilities=(north, south), round_length=10.0, rounds=9, overdue_seconds=20.0)
     strategy = FedAvg(plan, FixedStepOptions(steps=10))
@@ -489,8 +493,8 @@ def test_a_job_that_waits_as_jobs_did_there_before_is_waited_for() -> None:
     """Four times as long as any that was seen; and a late one counts while the round is open."""
     profiles = [FacilityProfile(name=name, data_weight=0.5, steps_per_second=1.0) for name in ("north", "south")]
     strategy = FedAvg(Plan(facilities=tuple(profiles), round_length=10.0, overdue_seconds=20.0), FixedStepOptions())
-    for facility in strategy.state.facilities.values():
-        facility.longest_wait = 100.0
+    for there in strategy.state.facilities.values():
+        there.longest_wait = 100.0
     strategy.handle(RunStarted(at=0.0))
     assert strategy.state.timer("overdue/0/south") == 400.0
     overdue = strategy.handle(TimerFired(at=400.0, key="overdue/0/south"))

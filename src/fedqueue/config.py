@@ -257,8 +257,8 @@ class ServerSettings:
     client_authority: str | None = None  # PEM; who connects must show a certificate of it; None: nobody need have one
     away_seconds: float = 300.0  # a facility that was not heard of for so long is away
     overdue_seconds: float = 86400.0
-    """`fedavg` and its like wait so long for a job to start, to end after its wall time and to hand in, or four times as
-    long as any job waited there before; then the round goes on without its facility."""
+    """`fedavg` and its like wait so long for a job to start, to end after its wall time and to hand in, or four times
+    as long as any job waited there before; then the round goes on without its facility."""
     wait_for: int | None = None  # facilities that must be there before the run starts; None: all
     startup_allowance_seconds: float = 300.0  # in the wall time of jobs while nobody knows how long they take to start
     group_may_write: bool = False  # to the config and to the run's folder; else they are refused where it may

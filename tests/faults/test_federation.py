@@ -73,7 +73,7 @@ def test_a_run_that_cannot_go_on_harms_no_other(tmp_path: Path) -> None:
 
 
 def test_a_site_takes_part_by_its_offers_alone(tmp_path: Path) -> None:
-    special = {"offer": {"special": {"command": COMMAND, "runs": ["chosen*"]}}}
+    special = {"offer": {"special": {"command": COMMAND, "runs": ["chosen*"], "users": ["operator"]}}}
     with Served(tmp_path, sites={"north": special, "south": {}}) as federation:
         federation.wait("both are heard of", lambda: all(s["offers"] for s in federation.listed()["sites"]))
         said = federation.submit("chosen", worker={"offer": "special"}, rounds=2)
@@ -84,10 +84,9 @@ def test_a_site_takes_part_by_its_offers_alone(tmp_path: Path) -> None:
         said = federation.say("submit", federation.folder, refused, fails=True)
         assert "worker.offer: no facility has the offer 'unheard'" in said
         assert not federation.run_folder("nobody").exists()
-        federation.submit("other", worker={"offer": "special"}, rounds=2)  # which north does not let use it
-        log = tmp_path / "north.log"
-        federation.wait("north says so", lambda: "run other is not taken part in" in log.read_text())
-        assert not federation.happened("other", JobStarted)
+        other = federation.config("other", worker={"offer": "special"}, rounds=2)  # which north does not let use it
+        said = federation.say("submit", federation.folder, other, fails=True)
+        assert "north takes no part: its offer 'special' is not for this run or this user" in said
 
 
 def test_what_a_site_shares_is_kept_to_by_all_runs_together(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +12,7 @@ from fedqueue.agent.transport import Own
 from fedqueue.errors import ConfigError
 from fedqueue.files import only_ours
 from fedqueue.protocol.codec import at_least, more_than, read
-from fedqueue.protocol.service import DEFAULT_OFFER, Offer
+from fedqueue.protocol.service import DEFAULT_OFFER, Offer, RunHere
 from fedqueue.protocol.shares import ShareSettings
 
 
@@ -60,12 +59,14 @@ class OfferSettings:
     environment: dict[str, str] = field(default_factory=dict)  # beside that of the site
     node_hours: float | None = None  # cap on what all jobs of one run may hold; None: none
     jobs_at_once: int | None = None  # of one run, at the scheduler
-    runs: list[str] = field(default_factory=lambda: ["*"])  # which may use it, by patterns of their names
+    runs: list[str] | None = None  # which may use it, by patterns of their names; None: all
+    users: list[str] | None = None  # the same of who submitted them; "operator": on the server
     scheduler: SchedulerSettings | None = None
 
     def __post_init__(self) -> None:
         if not self.command.strip():
             raise ValueError("command must not be empty")
+        Offer(name="any", runs=self.runs, users=self.users)  # that they can be told
         at_least(self, 0, "node_hours")
         at_least(self, 1, "jobs_at_once")
         _check_variables(self.environment)
@@ -98,14 +99,19 @@ class AgentConfig:
     def to_tell(self) -> list[Offer]:
         """All that the other side hears of offers."""
         return [
-            Offer(name=name, nodes=getattr(found.scheduler or self.scheduler, "nodes", 1))
+            Offer(
+                name=name,
+                nodes=getattr(found.scheduler or self.scheduler, "nodes", 1),
+                runs=found.runs,
+                users=found.users,
+            )
             for name, found in self.offers.items()
         ]
 
-    def for_run(self, offer: str, name: str, home: Path) -> AgentConfig | None:
-        """For the jobs of one run of this name; None: it may not use that offer, or there is none."""
-        found = self.offers.get(offer)
-        if found is None or not any(fnmatchcase(name, pattern) for pattern in found.runs):
+    def for_run(self, run: RunHere, home: Path) -> AgentConfig | None:
+        """For the jobs of one run; None: it may not use the offer that it asks for, or there is none."""
+        found = self.offers.get(run.offer)
+        if found is None or not Offer(name=run.offer, runs=found.runs, users=found.users).is_for(run.name, run.owner):
             return None
         agent = replace(
             self.agent,

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Final, TypeVar
 
@@ -32,8 +32,8 @@ from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, plain
 from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.facility_api import FacilityApi
+from fedqueue.coordinator.older_protocol import OldAnswer, in_older_words
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
-from fedqueue.coordinator.protocol_1 import OldAnswer, in_protocol_1
 from fedqueue.coordinator.rights import RIGHTS, Right, who_may
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, Update, Uploads, have, receive, send_file
@@ -71,7 +71,8 @@ KEY_LENGTH: Final = 100
 SAID_LENGTH: Final = 300
 """Characters of a reason: it may quote what it refuses."""
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
-PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
+OLDER: Final = ("1", "2")
+"""Protocols whose agents are served too."""
 
 RENEW: Final = "FedQueue-Renew"
 """A header of answers: it is time to ask for a new credential."""
@@ -155,7 +156,7 @@ class Service:
         """Who asks, which must have that right; nobody's name where anyone may. Costs the coordinator nothing.
         `under_way`: the request was begun before."""
         said = request.headers.get("fedqueue-protocol", str(PROTOCOL))
-        if said not in map(str, PROTOCOLS):
+        if said not in (str(PROTOCOL), *OLDER):
             raise Refused(426, f"protocol {said[:20]!r} is not spoken here, only {PROTOCOL}; update one of the two")
         if right is None:
             return ""
@@ -376,8 +377,7 @@ async def answer_poll(api: Api, who: str, said: Poll) -> Answer:
 
 async def _poll(api: Api, call: Call) -> Reply:
     answer = await answer_poll(api, call.who, call.body)
-    is_older = call.request.headers.get("fedqueue-protocol") == str(PROTOCOL - 1)
-    return in_protocol_1(answer) if is_older else answer
+    return in_older_words(answer) if call.request.headers.get("fedqueue-protocol") in OLDER else answer
 
 
 def _must_be_this_run(api: Api, theirs: str) -> None:
@@ -460,7 +460,8 @@ def _update(call: Call) -> Update:
 
 
 async def _status(api: Api, call: Call) -> RunStatus:
-    return await api.ask(lambda: status(api.coordinator, api.access))
+    found = await api.ask(lambda: status(api.coordinator, api.access))
+    return found if call.who == OPERATOR else replace(found, folder="")
 
 
 def _steering(word: str) -> Endpoint:

@@ -83,5 +83,5 @@ class Plan:
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     trust: Trust = field(default_factory=Trust)
     overdue_seconds: float | None = later(default=None)
-    """Where everybody is waited for: so long for a job to start, to end after its wall time, or to hand in, at the least.
-    None: for ever, as where facilities are simulated and do not lie."""
+    """Where everybody is waited for: so long for a job to start, to end after its wall time, or to hand in, at the
+    least. None: for ever, as where facilities are simulated and do not lie."""

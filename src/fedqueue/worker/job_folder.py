@@ -186,8 +186,8 @@ def this_job(environment: Mapping[str, str]) -> ThisJob | None:
         ) from error
     where = folder / "order.json"
     protocol = read_object(where, entered + FILE_PATIENCE).get("protocol")
-    if protocol not in (PROTOCOL, PROTOCOL - 1):
-        raise ParticipateError(f"{where}: protocol must be {PROTOCOL} or {PROTOCOL - 1}, found {protocol!r}")
+    if protocol not in range(1, PROTOCOL + 1):
+        raise ParticipateError(f"{where}: protocol must be 1 to {PROTOCOL}, found {protocol!r}")
     file = read_file(OrderFile, where)
     stay = None if environment.get("FEDQUEUE_STAY") == "no" else file.order.stay
     assigned = None
