@@ -3,9 +3,10 @@
     python supply/lock.py            the newest versions that pyproject.toml and constraints.txt allow
     python supply/lock.py --keep     only what they no longer allow is changed
 
-uv works out the versions (`pip install uv` in an environment of its own). What it finds on this machine alone, such as
-a wheel of PyTorch for machines without a GPU (`--find-links`), gets the hashes of the index beside its own: pip takes
-whichever its machine offers. The file names no index: that is for each machine to say.
+uv works out the versions (`pip install uv` in an environment of its own). PyTorch is the build for machines without a
+GPU, which is not on the common index: `--find-links FOLDER` says where its wheel lies, and pip must be told too when it
+installs (PIP_FIND_LINKS, or PIP_EXTRA_INDEX_URL with PyTorch's own index). The lock names no index: that is for each
+machine to say.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ OURS = (f"fedqueue[dev] @ file://{ROOT}", f"fedqueue-reproduction @ file://{ROOT
 HEAD = """\
 # Made by `python supply/lock.py` for Python {python}; do not edit. `make` installs exactly these files.
 """
-OF_ONE_MACHINE = re.compile(r"^(?P<name>[a-z0-9.-]+)==(?P<version>[^+\s]+)\+\S+")
 HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
 
@@ -36,11 +36,6 @@ def main() -> int:
     before = LOCK.read_text(encoding="utf-8") if args.keep else ""
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     found = _packages(_compile(OURS, constraints, before, args.find_links))
-    for name, (pin, hashes) in found.items():
-        if (special := OF_ONE_MACHINE.match(pin)) is not None:
-            public = f"{special['name']}=={special['version']}"
-            _, others = _packages(_compile([public], "", "", None, "--no-deps"))[name]
-            found[name] = public, hashes | others
     lines = [
         " \\\n    ".join([pin, *(f"--hash={one}" for one in sorted(hashes))])
         for name, (pin, hashes) in sorted(found.items())
@@ -52,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def _compile(wanted: Iterable[str], constraints: str, before: str, find_links: str | None, *options: str) -> str:
+def _compile(wanted: Iterable[str], constraints: str, before: str, find_links: str | None) -> str:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     quiet = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +55,7 @@ def _compile(wanted: Iterable[str], constraints: str, before: str, find_links: s
         asked.write_text("\n".join(wanted), encoding="utf-8")
         known.write_text(constraints, encoding="utf-8")
         out.write_text(before, encoding="utf-8")
-        more = [*options, *(["--find-links", find_links] if find_links else [])]
+        more = ["--find-links", find_links] if find_links else []
         argv = ["uv", "pip", "compile", str(asked), "-c", str(known), "-o", str(out), *quiet, *more]
         subprocess.run([*argv, "--generate-hashes", "--python-version", python], cwd=ROOT, check=True)
         return out.read_text(encoding="utf-8")

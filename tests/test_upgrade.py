@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def older_agent(served: Served, name: str, folder: Path) -> Iterator[Path]:
 def test_agents_of_the_version_before_bring_a_run_to_its_end(strategy: str, tmp_path: Path) -> None:
     """Jobs that stay are asked of them too, and hand in once."""
     options = {"stay": "auto"} if strategy == "jit" else {}
-    how = {"strategy": strategy, "options": options, "round_length": 1.5, "rounds": 2, "seconds": 300.0}
+    how: dict[str, Any] = {"strategy": strategy, "options": options, "round_length": 1.5, "rounds": 2, "seconds": 300.0}
     server = {"wait_for": 2, "startup_allowance_seconds": 5.0}
     with serving(tmp_path, tuple(BUILDS), ends=True, server=server, **how) as served:
         with (

@@ -406,6 +406,8 @@ class Agent:
             folder.put_aside()  # of a job that is not in this journal, and may still run
         wall = self._jobs.wall(work)
         self._jobs.check_cap(wall, self._jobs.shortest_wall)
+        if self._jobs.privacy is not None:
+            self._jobs.privacy.must_leave_room()
         model = self._model_cache.path(work.job.model) if work.job.model is not None else None
         order, command = replace(work.order, wall_seconds=wall), self._jobs.settings.command
         self._jobs.prepare(folder, work.name, order, command, work.job.assignment, model)

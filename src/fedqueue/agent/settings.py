@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from fedqueue.agent.privacy import PrivacySettings
 from fedqueue.agent.schedulers.base import LocalSettings, SchedulerSettings
 from fedqueue.agent.transport import Own
 from fedqueue.errors import ConfigError
@@ -84,6 +85,7 @@ class AgentConfig:
     scheduler: SchedulerSettings = field(default_factory=LocalSettings)
     offer: dict[str, OfferSettings] = field(default_factory=dict)
     share: list[ShareSettings] = field(default_factory=list)
+    privacy: PrivacySettings | None = None
 
     def __post_init__(self) -> None:
         if not self.agent.command.strip() and not self.offer:
@@ -123,7 +125,7 @@ class AgentConfig:
             node_hours=found.node_hours,
             jobs_at_once=found.jobs_at_once,
         )
-        return AgentConfig(agent=agent, scheduler=found.scheduler or self.scheduler)
+        return AgentConfig(agent=agent, scheduler=found.scheduler or self.scheduler, privacy=self.privacy)
 
 
 def load_agent(path: Path) -> AgentConfig:

@@ -20,6 +20,7 @@ from typing import Final
 from fedqueue.agent.agent import LEAST_LEASE, Agent, Turn, next_after
 from fedqueue.agent.jobs import Jobs
 from fedqueue.agent.journal import Lease
+from fedqueue.agent.privacy import account_of
 from fedqueue.agent.schedulers import Scheduler, make_scheduler
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.agent.transport import (
@@ -77,6 +78,7 @@ class Site:
         self._turn = 0
         self._refused: dict[str, int] = {}  # runs that found no place, and in which turn that was
         self.node_hours = config.agent.node_hours
+        self.privacy = account_of(config.privacy, home)
         for folder in sorted((home / RUNS).iterdir()):  # their jobs go on, whether or not the server can be reached
             with suppress(OSError, ValueError):
                 offer, name, *owner = (folder / OFFER).read_text(encoding="utf-8").splitlines()

@@ -18,6 +18,7 @@ from typing import Final
 
 from fedqueue.agent.jobs import STANDING, Jobs
 from fedqueue.agent.journal import SiteJob
+from fedqueue.agent.privacy import PrivacySpentError
 from fedqueue.agent.transport import CoordinatorRefusedError, Transport
 from fedqueue.errors import ConfigError, FedQueueError, StorageError
 from fedqueue.files import failpoint, write_json
@@ -240,6 +241,8 @@ class Delivery:
             raise UpdateGoneError(f"{folder.path.relative_to(self._jobs.home)}: its result is gone")
         if not update.is_file():
             raise UpdateGoneError(f"{update.relative_to(self._jobs.home)} is not there, but its result is")
+        account = self._jobs.privacy
+        spent = None if account is None else account.enter(folder.part(attempt, part), result)
         try:
             self._transport.upload(update, sequence, attempt, result.sha256, part)
         except CoordinatorRefusedError as error:
@@ -254,6 +257,7 @@ class Delivery:
             part=part,
             run=self._jobs.run,
             turn_seconds=0.0 if begun is None else max(0.0, result.began_at - begun),
+            spent=spent,
         )
         while True:
             verdict = self._transport.commit(sequence, attempt, result.sha256, handin)
@@ -285,7 +289,7 @@ class Delivery:
 
     def _never(self, work: SiteJob, error: BaseException) -> str | None:
         """Why an update can never be handed in; None: it may be later."""
-        if isinstance(error, UpdateGoneError):
+        if isinstance(error, UpdateGoneError | PrivacySpentError):
             return str(error)
         if isinstance(error, CoordinatorRefusedError) and error.refusal == "refused":
             return f"its update was refused: {error.reason}"

@@ -92,10 +92,10 @@ def _component(found: Distribution) -> dict[str, Any]:
 
 
 def _licences(found: Distribution) -> list[dict[str, Any]]:
-    metadata = found.metadata
-    if expression := metadata.get("License-Expression"):
+    metadata = found.metadata.json
+    if expression := metadata.get("license_expression"):
         return [{"expression": expression}]
-    classifiers = [line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or () if "License ::" in line]
-    named = metadata.get("License") or ""
+    classifiers = [line.rpartition(" :: ")[2] for line in metadata.get("classifier", ()) if "License ::" in line]
+    named = str(metadata.get("license", ""))
     short = [named] if named and len(named) <= LICENCE_LENGTH and "\n" not in named else []
     return [{"license": {"name": name}} for name in short or sorted(set(classifiers))]

@@ -389,6 +389,7 @@ class FacilityApi:
             turn_seconds=handin.turn_seconds,
             digest=update.sha256,
             norm=norm,
+            spent=handin.spent,
             **done,
         )
         arrived = UpdateArrived(at=coordinator.now, receipt=receipt)

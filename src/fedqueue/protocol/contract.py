@@ -185,6 +185,47 @@ class Standing:
 
 
 @message
+class Privacy:
+    """What a site asks of its jobs, for the sake of the data that they read."""
+
+    unit: Literal["update", "records"]  # what is protected: all of the site's data, or each record
+    clip: float
+    noise: float
+
+    def __post_init__(self) -> None:
+        positive(self, "clip", "noise")
+
+
+@message
+class Mechanism:
+    """Gaussian noise as an accountant sees it."""
+
+    noise: float  # standard deviation over the furthest that what is protected can move the sum
+    rate: float = 1.0  # the chance of a record to be in a batch; 1: all are
+    count: int = 1  # how often
+
+    def __post_init__(self) -> None:
+        positive(self, "noise")
+        if not 0 < self.rate <= 1:
+            raise bad(self, "rate", "more than 0, and 1 at most")
+        if not 1 <= self.count <= BIGGEST:
+            raise bad(self, "count", "1 or more")
+
+
+@message
+class Spent:
+    """What all that ever left a site says of its data at the most, as the site reckons: by (epsilon, delta)."""
+
+    epsilon: float
+    delta: float
+    unit: Literal["update", "records"]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= BIGGEST or not 0 < self.delta < 1:
+            raise ValueError("epsilon must be 0 or more, and delta between 0 and 1")
+
+
+@message
 class Receipt:
     """What came back with an update, without its tensors."""
 
@@ -204,6 +245,7 @@ class Receipt:
     """Of a job that stays: from its start, or from taking the work of a further part, to its first step."""
     norm: Optional[float] = later(default=None)
     """How far it moves the parameters from its base (L2), as its receiver measured it; None: nobody did."""
+    spent: Optional[Spent] = later(default=None)  # with it; None: its site keeps no account
 
     def __post_init__(self) -> None:
         count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part", "ahead")
@@ -373,6 +415,7 @@ class OrderFile:
     assignment: Optional[Assignment] = None
     model: Optional[str] = None  # its file; comes with an assignment
     run: str = later(default="")
+    privacy: Optional[Privacy] = later(default=None)
 
     def __post_init__(self) -> None:
         if self.assignment is not None and self.model is None:
@@ -468,6 +511,7 @@ class Result:
     bytes: int
     sha256: str
     trained: Trained = inline()
+    mechanisms: Optional[list[Mechanism]] = later(default=None)  # by which it was made private
 
     def __post_init__(self) -> None:
         if self.bytes > 0 and not _SHA256.fullmatch(self.sha256):  # without bytes it has metrics alone

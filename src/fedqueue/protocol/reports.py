@@ -20,6 +20,7 @@ from fedqueue.protocol.contract import (
     REASON_LENGTH,
     Assignment,
     Bound,
+    Spent,
     Standing,
     Trained,
     check_metrics,
@@ -335,6 +336,7 @@ class Handin:
     part: int = later(default=0)
     run: str = later(default="")
     turn_seconds: float = later(default=0.0)
+    spent: Spent | None = later(default=None)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "admission_delay", "turn_seconds")
