@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from math import exp, sqrt
@@ -90,7 +91,9 @@ def enter(made: PrivacyAccount, home: Path, name: str, result: Result = RESULT) 
 
 def exact_delta(epsilon: float, noise: float) -> float:
     """Of one release with Gaussian noise (Balle and Wang, 2018)."""
-    return float(norm.cdf(1 / (2 * noise) - epsilon * noise) - exp(epsilon) * norm.cdf(-1 / (2 * noise) - epsilon * noise))
+    return float(
+        norm.cdf(1 / (2 * noise) - epsilon * noise) - exp(epsilon) * norm.cdf(-1 / (2 * noise) - epsilon * noise)
+    )
 
 
 def test_epsilon_is_never_less_than_the_exact_one_and_not_far_from_it(tmp_path: Path) -> None:
@@ -160,10 +163,11 @@ def test_what_leaves_is_on_record_and_the_run_ends_with_the_budget(tmp_path: Pat
     python = f"{sys.executable} {script}"
     agent = {"command": python, "environment": {"PYTHONPATH": str(SOURCE)}}
     with Run(tmp_path, tree, agent=agent) as run:
-        import subprocess
-
         subprocess.run([sys.executable, str(script), "--first", str(tmp_path / "first.safetensors")], check=True)
-        settings = {"north": f'epsilon = {1.001 * for_two}\nunit = "update"\nnoise = 4.0', "south": 'unit = "records"\nnoise = 1.0'}
+        settings = {
+            "north": f'epsilon = {1.001 * for_two}\nunit = "update"\nnoise = 4.0',
+            "south": 'unit = "records"\nnoise = 1.0',
+        }
         for name, more in settings.items():
             with run.toml(name).open("a") as file:
                 file.write(f"\n[privacy]\nclip = 1.0\ndelta = 1e-5\n{more}\n")

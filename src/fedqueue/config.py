@@ -394,12 +394,30 @@ def _check_across(config: Config) -> None:
         if fault.facility not in ("*", *names):
             raise ConfigError(f"fault.{i}.facility: must be * or one of {', '.join(names)}, found {fault.facility!r}")
     _check_factors(config)
+    _check_masks(config)
     for strategy, options in config.strategy.items():
         steps = getattr(options, "steps", None)
         if isinstance(steps, dict) and set(steps) != set(names):
             raise ConfigError(
                 f"strategy.{strategy}.steps: must be a number, or name each facility once: {', '.join(names)}"
             )
+
+
+def _check_masks(config: Config) -> None:
+    """Of what is masked only sums can be known."""
+    if not config.trust.masked:
+        return
+    name, options = config.run.strategy, config.options()
+    if not STRATEGIES[name].sums_several or STRATEGIES[name].keeps_variates:
+        raise ConfigError(f"trust.masked: {name} does not sum the updates of several facilities")
+    if getattr(options, "absent", 0.0):
+        raise ConfigError(f"strategy.{name}.absent: must be 0 with trust.masked: what is masked counts once")
+    if getattr(options, "rounds", "fixed") == "auto":
+        raise ConfigError(f"strategy.{name}.rounds: cannot be auto with trust.masked: nobody sees how updates agree")
+    if "factor" in config.model.roles.values():
+        raise ConfigError("model.roles: factors cannot be masked: it is their products that are summed")
+    if len(config.facility) < config.trust.least_members:
+        raise ConfigError(f"trust.least_members: there are only {len(config.facility)} facilities")
 
 
 def _check_factors(config: Config) -> None:

@@ -68,6 +68,7 @@ class Shared(Protocol):
 
     node_hours: float | None
     privacy: PrivacyAccount | None
+    home: Path
 
     def node_seconds(self) -> tuple[float, float]:
         """Of all runs together: held by jobs that are over, and asked for by those under way."""
@@ -98,6 +99,8 @@ class Jobs:
         self.scheduling = config.scheduler
         self.settings = config.agent
         self.home = home
+        self.site_home = site.home if site is not None else home
+        self.masked = False  # updates go to groups, masked: as the coordinator said last
         self.facility = facility
         self.scheduler = scheduler
         self.notes = notes

@@ -37,6 +37,8 @@ class AgentSettings:
     forecast: Literal["off", "scheduler", "boosting"] = "off"  # what is said to the coordinator of the next wait
     forecast_seconds: float = 60.0  # between two looks at the queue for it
     group_may_write: bool = False  # to this file and to the home: whoever may has its jobs do what they like
+    masked_only: bool = False  # nothing is handed in to a run whose coordinator could read it by itself
+    masked_least_members: int = 3  # facilities in a group, for which this one masks an update
     forecast_history: str | None = None  # boosting: a log of this queue to begin with, as `fedqueue history` reads
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class AgentSettings:
         more_than(self, 0, "poll_seconds", "forecast_seconds")
         at_least(self, 0, "grace_seconds", "node_hours")
         at_least(self, 1, "jobs_at_once")
+        at_least(self, 2, "masked_least_members")
         if self.key is not None and self.certificate is None:
             raise ValueError("key belongs to a certificate: give agent.certificate too")
         _check_variables(self.environment)

@@ -62,7 +62,7 @@ class Use:
 class Site:
     def __init__(self, config: AgentConfig, home: Path, facility: str, transport: FederationTransport) -> None:
         self._config = config
-        self._home = home
+        self._home = self.home = home
         self._facility = facility
         self._transport = transport
         (home / RUNS).mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fedqueue import tensorsum
+from fedqueue import masks, tensorsum
 from fedqueue.config import Config
+from fedqueue.coordinator.masking import Masking
 from fedqueue.coordinator.scoring import Scorer, Scores
 from fedqueue.coordinator.store import Store, what_is_wrong
 from fedqueue.engine import Engine, Listener
@@ -197,6 +198,8 @@ class Coordinator:
         self._said = ""  # of this when the run is over, or of the ledger
         self.scores = Scores(self)
         self._open(told=told)
+        trust = config.trust
+        self.masking = Masking(folder, self.run_id, trust) if trust.masked else None  # None: updates come as they are
         self.scores.scorer = scorer(self) if scorer is not None else None
 
     # Opening and recovery -------------------------------------------------------------------------------
@@ -356,6 +359,8 @@ class Coordinator:
             failpoint("heartbeat.noted")
             self._look_after_ledger()
             self._look_around()
+            if self.state.stopped is None:
+                self._look_after_groups()
 
     def _fire_timers(self) -> None:
         while self.clock.running and self.state.stopped is None:
@@ -520,6 +525,10 @@ class Coordinator:
             return
         if not self.state.facilities[name].away:
             self.tell(FacilityLeft(at=self.now, facility=name))
+        command = self.next_wanted()
+        shares = command.weights if command is not None and self.masking is not None else ()
+        if command is not None and any(facility_of(share.job_id) == name for share in shares):
+            self.void(command, f"{name} was revoked")
         if not keep and any(facility_of(job) == name for job, _, _ in self.state.held_updates()):
             self.tell(UpdatesWithdrawn(at=self.now, facility=name, reason=f"{name} was revoked"))
 
@@ -547,12 +556,20 @@ class Coordinator:
         """Begin with the next model that can be made, and look again at files that could not be used."""
         if self._at_work or self._closing or self._patience.waits:
             return
-        command = self.state.making[min(self.state.making)] if self.state.making else None
+        command, masked = self.next_wanted(), list[Path]()
+        if command is not None and command.weights and self.masking is not None:
+            found = self.masking.given(command)
+            command, masked = (None, []) if found is None else (command, found)
         if command is not None or self._suspects:
             self._at_work = True
-            self._maker.submit(self._work, command, self._ingredients(command), dict(self._suspects))
+            contributions = [] if masked else self._ingredients(command)
+            self._maker.submit(self._work, command, contributions, dict(self._suspects), masked)
         else:
             self._sweep()
+
+    def next_wanted(self) -> Aggregate | None:
+        """The model that is to be made next."""
+        return self.state.making[min(self.state.making)] if self.state.making else None
 
     def _ingredients(self, command: Aggregate | None) -> list[tensorsum.FileContribution]:
         return [
@@ -573,6 +590,7 @@ class Coordinator:
         command: Aggregate | None,
         contributions: list[tensorsum.FileContribution],
         suspects: Mapping[str, str],
+        masked: Sequence[Path],
     ) -> None:
         """In the maker's thread: the file of a new version, once all that was in the way is well."""
         made, agreement, doing = NOTHING, None, ""
@@ -581,19 +599,30 @@ class Coordinator:
                 self.store.verify(digest)
             if command is not None:
                 doing = f"model {command.to_version} cannot be made"
+                if masked:
+                    contributions = [self._unmasked(command, masked)]
                 made = self._make(command, contributions)
                 if command.agreement:
                     fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
                     agreement = tensorsum.agreement(fresh)
         except tensorsum.TooLargeSumError as error:
             too_large = error  # which Python forgets at the end of this block
-            voice = tensorsum.to_blame(contributions, error.tensor)
+            voice = tensorsum.to_blame(contributions, error.tensor) if not masked else None
             self.ask(lambda: self._overflowed(command, too_large, voice))
         except Exception as error:
             failure = error
             self.ask(lambda: self._failed(doing, failure))
         else:
             self.ask(lambda: self._worked(command, made, agreement, suspects))
+
+    def _unmasked(self, command: Aggregate, masked: Sequence[Path]) -> tensorsum.FileContribution:
+        """The sum of a whole group, as one update."""
+        digest = self.outcomes.models[command.from_version]
+        scratch, current = self.store.scratch(f"v{command.to_version}-sum"), self.store.path(digest)
+        content = masks.unmask(current, masked, scratch)
+        return tensorsum.FileContribution(
+            weight=1.0, trained=self.store.keep(scratch, content), base=current, base_key=digest
+        )
 
     def _make(self, command: Aggregate, contributions: list[tensorsum.FileContribution]) -> Made:
         current = self.outcomes.models[command.from_version]
@@ -648,14 +677,35 @@ class Coordinator:
     def _overflowed(self, command: Aggregate | None, error: tensorsum.TooLargeSumError, voice: Hashable) -> None:
         """The sum is more than its type holds: whoever moves the tensor furthest has no part in this model."""
         self._at_work = False
+        if command is not None and self.masking is not None and self.state.stopped is None:
+            self.void(command, "what they gave is no sum of masked updates")
+            return
         if command is None or voice is None or self.state.stopped is not None:
             self._failed("the model cannot be made", error)
             return
         facility, reason = str(voice), f"{error.reason}; its facility moves that furthest"
         log.warning(f"model {command.to_version} is made without {facility}: {reason}")
-        self.tell(
-            UpdatesUnusable(at=self.now, version=command.to_version, facility=facility, reason=reason[:REASON_LENGTH])
-        )
+        self._make_without(command.to_version, facility, reason)
+
+    def _make_without(self, version: int, facility: str, reason: str) -> None:
+        self.tell(UpdatesUnusable(at=self.now, version=version, facility=facility, reason=reason[:REASON_LENGTH]))
+
+    def void(self, command: Aggregate, why: str) -> None:
+        """A group of masked updates is of no use but whole: none of them counts."""
+        names = sorted({facility_of(share.job_id) for share in command.weights})
+        reason = f"the group of {', '.join(names)} for model {command.to_version} is void: {why}"
+        log.warning(reason)
+        for name in names:
+            self._make_without(command.to_version, name, reason)
+
+    def _look_after_groups(self) -> None:
+        command = self.next_wanted()
+        if self.masking is None or command is None or not command.weights:
+            return
+        if self.masking.too_few(command):
+            self.void(command, "it has too few members")
+        elif self.masking.is_overdue(command) and (missing := self.masking.missing(command)):
+            self.void(command, f"{', '.join(missing)} did not give its part in time")
 
     # Faults that somebody must mend ---------------------------------------------------------------------
 
@@ -716,4 +766,6 @@ class Coordinator:
         if unheard:  # a job may have taken an older version before we were there to hear of it
             needed |= self._found
         self.store.sweep(needed)
+        if self.masking is not None:
+            self.masking.sweep(state.making)
         self.store.sweep_uploads(lambda name, sequence: state.open_or_cancelled(job_id(name, sequence)) is not None)

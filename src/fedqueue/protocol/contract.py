@@ -372,6 +372,39 @@ class EvaluationRequest:
 
 
 @message
+class MaskShare:
+    """One update in a group, and how much it weighs there."""
+
+    job_id: JobId
+    attempt: int
+    part: int
+    weight: float
+
+    def __post_init__(self) -> None:
+        _countable(self, "attempt", "part")
+        seconds(self, "weight")
+
+
+@message
+class MaskGroup:
+    """Facilities whose updates are masked for each other, and summed to make a model: all of them, or none."""
+
+    run: str
+    version: int  # that is made
+    updates: list[MaskShare]
+    keys: dict[str, str]  # public, by facility
+
+    def __post_init__(self) -> None:
+        _countable(self, "version")
+        if len(self.updates) > MOST_REPORTS or len(self.keys) > MOST_REPORTS:
+            raise ValueError(f"updates must be {MOST_REPORTS} at most, and keys too")
+        if {facility_of(share.job_id) for share in self.updates} != set(self.keys):
+            raise ValueError("keys must be those of the facilities whose updates these are")
+        if not all(_SHA256.fullmatch(key) for key in self.keys.values()):
+            raise ValueError("keys must be 64 hexadecimal digits each")
+
+
+@message
 class Answer:
     """To a poll: what a facility shall do."""
 
@@ -383,6 +416,8 @@ class Answer:
     over: Optional[str] = None  # why the run is over
     run: str = later(default="")  # which one, for who named it
     further: Optional[list[FurtherWork]] = later(default=None)  # None: there is none
+    masked: bool = later(default=False)  # updates are handed in masked, when a group is there for them
+    group: Optional[MaskGroup] = later(default=None)  # that waits for what this facility gives
 
     def __post_init__(self) -> None:
         _countable(self, "received")

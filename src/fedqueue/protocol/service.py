@@ -78,6 +78,17 @@ class RefusalBody:
 
 
 @message
+class MaskedHandin:
+    """With the bytes that a facility gives to a group."""
+
+    group: str  # its name: the sha256 of what it is
+
+    def __post_init__(self) -> None:
+        if len(self.group) != 64:
+            raise ValueError("group must be 64 hexadecimal digits")
+
+
+@message
 class Done:
     """What an operator asked for is done."""
 

@@ -108,6 +108,7 @@ class Strategy:
     keeps_variates: ClassVar[bool] = False  # its jobs have control variates (SCAFFOLD): in simulations alone
     observes_starts: ClassVar[bool] = False  # delays count when a job starts, not when its update arrives
     has_cutoffs: ClassVar[bool] = False  # what has arrived is used at a timer, even if nothing more arrives
+    sums_several: ClassVar[bool] = False  # each model is of the updates of several facilities: these may be masked
     binds_late: ClassVar[bool] = False  # jobs take their work themselves, from what is posted
 
     def __init__(self, plan: Plan, options: Any) -> None:
@@ -419,6 +420,10 @@ class Strategy:
             Ingredient(u, u.staleness(self.made), weight, clips[u.receipt.key]) for u, weight in weighed
         ]
         self.made += 1
+
+    def too_few(self, facilities: Iterable[str]) -> bool:
+        """Whether the sum of their updates would show too much of one: masked ones are summed among several."""
+        return self.plan.trust.masked and 0 < len(set(facilities)) < self.plan.trust.least_members
 
     @property
     def bounds_say(self) -> bool:

@@ -26,6 +26,7 @@ BEGINNINGS = 3.0
 class FedAvg(FixedSteps):
     name = "fedavg"
     Options = FixedStepOptions
+    sums_several = True
 
     def __init__(self, plan: Plan, options: FixedStepOptions) -> None:
         super().__init__(plan, options)
@@ -111,6 +112,12 @@ class FedAvg(FixedSteps):
 
     def _close_if_complete(self) -> None:
         if self._awaited or not self._back:
+            return
+        if self.too_few(update.facility for update in self._back):
+            back, self._back = self._back, []
+            for update in back:
+                self.settle(update, "expired", reason="too few facilities were back for the sum of masked updates")
+            self._start_if_nobody_works()
             return
         weights = normalised([self.facilities[u.facility].profile.data_weight for u in self._back])
         self.combine(list(zip(self._back, weights, strict=True)))
