@@ -300,7 +300,8 @@ def test_strangers_and_others_are_refused_at_a_group(tmp_path: Path, masked_run:
 @pytest.mark.parametrize("point", [*MASKS, ""])
 def test_a_kill_at_any_point_of_a_masked_run_loses_nothing_and_counts_nothing_twice(point: str, tmp_path: Path) -> None:
     process = "coordinator" if point == "mask.kept" else "north"
-    how = {"fedqueue": {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}, "fedavg": {"steps": 5}}
+    rounds = {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}
+    how: dict[str, dict[str, Any]] = {"fedqueue": rounds, "fedavg": {"steps": 5}}
     strategy = "fedqueue" if point and MASKS.index(point) % 2 else "fedavg"
     kills = (Kill(process, point, 2),) if point else (Kill("coordinator", after=1.0), Kill("south", after=1.5))
     found = perform(Schedule(7, strategy, how[strategy], 4, kills, masked=True), tmp_path / "run")

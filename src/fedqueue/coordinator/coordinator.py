@@ -197,9 +197,8 @@ class Coordinator:
         self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
         self._said = ""  # of this when the run is over, or of the ledger
         self.scores = Scores(self)
+        self.masking: Masking | None = None  # None: updates come as they are
         self._open(told=told)
-        trust = config.trust
-        self.masking = Masking(folder, self.run_id, trust) if trust.masked else None  # None: updates come as they are
         self.scores.scorer = scorer(self) if scorer is not None else None
 
     # Opening and recovery -------------------------------------------------------------------------------
@@ -215,6 +214,8 @@ class Coordinator:
             self.tally = Tally.of(self.config, self.state)
             self.state.views += () if told else self._views
             self.run_id: str = reader.meta["run"]
+            if self.config.trust.masked and self.masking is None:
+                self.masking = Masking(self.folder, self.run_id, self.config.trust)
             self.left_as = reader.meta.get("stopped")  # by a coordinator before us
             for name in reader.meta.get("left", []):
                 self.presence[name].left = True
@@ -706,6 +707,8 @@ class Coordinator:
             self.void(command, "it has too few members")
         elif self.masking.is_overdue(command) and (missing := self.masking.missing(command)):
             self.void(command, f"{', '.join(missing)} did not give its part in time")
+        else:
+            self.pump()  # after a start all may be there, and only their keys came since
 
     # Faults that somebody must mend ---------------------------------------------------------------------
 
