@@ -104,6 +104,25 @@ def test_what_a_site_shares_is_kept_to_by_all_runs_together(tmp_path: Path) -> N
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans)), "one after the other"
 
 
+def test_a_run_with_three_times_the_weight_gets_three_of_four_places(tmp_path: Path) -> None:
+    served = Served(tmp_path, sites={"north": {"agent": {"jobs_at_once": 1, "share_by": "jobs"}}})
+    with (served.folder / "federation.toml").open("a") as file:
+        file.write('\n[[share]]\nruns = ["heavy"]\nweight = 3.0\n')
+
+    def starts(name: str) -> list[float]:
+        jobs = (served.home("north") / "runs" / served.run_id(name)).glob("jobs/*/attempt-0/started")
+        return sorted(path.stat().st_mtime for path in jobs)
+
+    with served as federation:
+        for name in ("light", "heavy"):
+            federation.submit(name, rounds=100)
+        federation.wait("both have had their turns", lambda: len(starts("heavy")) > 12 and len(starts("light")) > 3)
+        heavy, light = starts("heavy"), starts("light")
+    begin, end = max(heavy[0], light[0]), heavy[12]
+    counts = [sum(begin <= at <= end for at in found) for found in (heavy, light)]
+    assert 2 <= counts[0] / counts[1] <= 4, counts
+
+
 def read_state(path: Path) -> dict[str, float]:
     found: dict[str, float] = json.loads(path.read_text())
     return found
