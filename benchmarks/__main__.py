@@ -18,6 +18,7 @@ from benchmarks import (
     load,
     planning,
     resnet,
+    rounds,
     simulator,
     staying,
     training,
@@ -37,6 +38,7 @@ PARTS = {
     "checking": checking,
     "transfer": transfer,
     "load": load,
+    "rounds": rounds,
     "staying": staying,
 }
 
