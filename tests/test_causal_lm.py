@@ -340,3 +340,25 @@ def test_one_file_is_shared_out_by_a_label(files: Path) -> None:
     assert sum(make(files, train=shared, label="kind").data_sizes()) == len(ROWS)
     with pytest.raises(ConfigError, match=r"needs task\.options\.label"):
         make(files, train=shared)
+
+
+def test_steps_that_are_recorded_are_those_that_are_written(files: Path) -> None:
+    """On a processor, where nothing is recorded but the same is done: masks, means over the answers, the optimizer."""
+    from fedqueue.training.recorded_steps import RecordedSteps
+
+    for options in ({}, {"packing": False, "sequences_at_once": 3}):
+        task = make(files, batch_size=4, facilities=1, **options)
+        first = task.initial_model()
+        written = [task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key) for key in (1, 2)]
+        length = task._training_sequences(0).tokens.shape[1]
+        steps = RecordedSteps(
+            task._model, task._settings, task._options, rows=min(4, len(task._sequences[0].tokens)), length=length, positions=True
+        )
+        task._recorded_steps = lambda *_, steps=steps: steps
+        task._why_not_recorded = None
+        for key, before in zip((1, 2), written, strict=True):  # what the first leaves does not reach the second
+            again = task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key)
+            assert (again.samples, again.loss) == (before.samples, pytest.approx(before.loss, rel=1e-5))
+            moved = [(again.model[name] - before.model[name]).abs() for name in first]
+            assert sum(float((d > 1e-5).sum()) for d in moved) < 0.01 * sum(d.numel() for d in moved)
+            assert distance(again.model, first) > 1e-4

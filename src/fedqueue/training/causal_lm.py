@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,15 @@ from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
 from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
 from fedqueue.training.instructions import (
     Conversation,
-    Example,
     count_records,
-    pack,
     prompt_tokens,
     read_conversations,
     tokenize,
     with_template,
 )
 from fedqueue.training.job import StoredTask, TaskSettings
+from fedqueue.training.recorded_steps import RecordedSteps, why_not_recorded
+from fedqueue.training.sequences import IGNORED, Sequences
 from fedqueue.training.tasks import (
     Task,
     Trained,
@@ -50,57 +49,7 @@ from fedqueue.training.tasks import (
     share_out_targets,
 )
 
-IGNORED = -100
-"""The target of a token that is not learnt."""
-
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-
-# Sequences ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Examples side by side in rows of equal length; the rest of a row is filled with tokens that nobody learns."""
-
-    tokens: Tensor
-    positions: Tensor
-    """Of each token in its own example, from 0: by them a model knows where another example begins."""
-    targets: Tensor
-    """The token that follows, where it is learnt; elsewhere `IGNORED`."""
-    examples: Tensor
-    """How many there are in each row."""
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], length: int, filler: int, *, together: bool) -> Sequences:
-        rows = pack([len(example.tokens) for example in examples], length, together=together)
-        longest = max(sum(len(examples[number].tokens) for number in row) for row in rows)
-        shape = (len(rows), longest)
-        made = cls(
-            tokens=torch.full(shape, filler, dtype=torch.int32),
-            positions=torch.zeros(shape, dtype=torch.int32),
-            targets=torch.full(shape, IGNORED, dtype=torch.int32),
-            examples=torch.tensor([len(row) for row in rows]),
-        )
-        for place, row in enumerate(rows):
-            start = 0
-            for example in (examples[number] for number in row):
-                end = start + len(example.tokens)
-                tokens = torch.tensor(example.tokens, dtype=torch.int32)
-                made.tokens[place, start:end] = tokens
-                made.positions[place, start:end] = torch.arange(end - start)
-                made.targets[place, start : end - 1] = tokens.where(torch.tensor(example.is_answer), IGNORED)[1:]
-                start = end
-            made.positions[place, start:] = torch.arange(longest - start)
-        return made
-
-    def pieces(self, rows: Tensor, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens, positions and targets of these rows, so many rows at a time."""
-        for piece in torch.split(rows, size):
-            tokens, positions, targets = (
-                part[piece].to(device, torch.int64) for part in (self.tokens, self.positions, self.targets)
-            )
-            yield tokens, positions, targets
 
 
 # The model ------------------------------------------------------------------------------------------------
@@ -210,6 +159,8 @@ class CausalTask(Task):
         self._facilities = facilities
         self._is_changed = False
         self._sequences: dict[int, Sequences] = {}
+        self._on_device: dict[int, Sequences] = {}  # of facilities whose steps are recorded
+        self._recorded: dict[tuple[int, int], RecordedSteps] = {}  # by the size of a batch
         files = self._options.train
         if isinstance(files, dict):
             if len(files) != facilities:
@@ -266,10 +217,14 @@ class CausalTask(Task):
             if during is not None:
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
             self._load(model)
-            optimizer = make_optimizer(self._model, self._settings, learning_rate)
-            if drift is not None:
-                optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
-            done, samples, total = self._train_steps(optimizer, sequences, schedule)
+            if drift is None and self._why_not_recorded is None:
+                steps_of = self._recorded_steps(min(self._settings.batch_size, len(rows)), sequences)
+                done, samples, total = steps_of.go(self._held(facility), schedule, learning_rate)
+            else:
+                optimizer = make_optimizer(self._model, self._settings, learning_rate)
+                if drift is not None:
+                    optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
+                done, samples, total = self._train_steps(optimizer, sequences, schedule)
             trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
         return Trained(model=trained, samples=samples, loss=total / max(1, done))
 
@@ -402,6 +357,31 @@ class CausalTask(Task):
         return Sequences.of(fitting, most, filler, together=self._pretrained[2])
 
     # Steps and scores
+
+    def record_steps(self) -> None:
+        """Now, where steps can be recorded, instead of when they are first wanted: nothing else may run meanwhile."""
+        if self._why_not_recorded is None:
+            for facility in range(self._facilities):
+                sequences = self._training_sequences(facility)
+                self._recorded_steps(min(self._settings.batch_size, len(sequences.tokens)), sequences)
+                self._held(facility)
+
+    @cached_property
+    def _why_not_recorded(self) -> str | None:
+        return why_not_recorded(self._model, self._settings, self._options)
+
+    def _recorded_steps(self, rows: int, sequences: Sequences) -> RecordedSteps:
+        length = self._options.sequence_length if self._pretrained[2] else sequences.tokens.shape[1]
+        if (rows, length) not in self._recorded:
+            self._recorded[rows, length] = RecordedSteps(
+                self._model, self._settings, self._options, rows=rows, length=length, positions=self._pretrained[1]
+            )
+        return self._recorded[rows, length]
+
+    def _held(self, facility: int) -> Sequences:
+        if facility not in self._on_device:
+            self._on_device[facility] = self._training_sequences(facility).to(self._device)
+        return self._on_device[facility]
 
     def _train_steps(
         self, optimizer: torch.optim.Optimizer, sequences: Sequences, schedule: Iterable[Tensor]
