@@ -32,8 +32,8 @@ def why_not_recorded(model: Any, settings: TaskSettings, options: CausalSettings
         return "it is not on an accelerator"
     if settings.optimizer == "sgd" or settings.proximal:
         return "its optimizer is not plain Adam or AdamW"
-    if options.checkpointing or options.compile:
-        return "it is checkpointed or compiled"
+    if options.checkpointing:
+        return "it is checkpointed"
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return "its attention takes no mask of ours"
     if getattr(model.config, "sliding_window", None) is not None or getattr(model.config, "attention_dropout", 0.0):
