@@ -352,7 +352,12 @@ def test_steps_that_are_recorded_are_those_that_are_written(files: Path) -> None
         written = [task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key) for key in (1, 2)]
         length = task._training_sequences(0).tokens.shape[1]
         steps = RecordedSteps(
-            task._model, task._settings, task._options, rows=min(4, len(task._sequences[0].tokens)), length=length, positions=True
+            task._model,
+            task._settings,
+            task._options,
+            rows=min(4, len(task._sequences[0].tokens)),
+            length=length,
+            positions=True,
         )
         task._recorded_steps = lambda *_, steps=steps: steps
         task._why_not_recorded = None

@@ -69,11 +69,11 @@ def find(name: str) -> Path:
 
 
 def locate(name: str) -> Path:
-    """Where a file lies that a config names: `data:NAME` in the data folder, `package:PACKAGE/NAME` in an installed
-    package, else it is a path."""
+    """Where a file or folder lies that a config names: `data:NAME` in the data folder, `package:PACKAGE/NAME` in an
+    installed package, else it is a path."""
     kind, colon, rest = name.partition(":")
     if colon and kind == "data":
-        return find(rest)
+        return next((place for place in candidates(rest) if place.is_dir()), None) or find(rest)
     if colon and kind == "package":
         package, _, inside = rest.partition("/")
         spec = importlib.util.find_spec(package)

@@ -29,6 +29,7 @@ from fedqueue.training.pretrained import (
     Source,
     alike_layers,
     keeps_examples_apart,
+    not_compiled,
     takes_positions,
     travelling,
     with_adapters,
@@ -152,7 +153,7 @@ class CausalTask(Task):
 
     def _measured(self, model: StateDict, *, loss: bool, answers: Collection[str]) -> dict[str, float]:
         tests = self._tests
-        with blaming(self.name, "scoring"), torch.compiler.set_stance("force_eager"):
+        with blaming(self.name, "scoring"), not_compiled():
             self._load(model)
             self._model.eval()
             found = {}
@@ -235,6 +236,9 @@ class CausalTask(Task):
         assert isinstance(self._options.train, str)
         records = self._source.records(self._options.train, "train")
         if self._options.labels is not None:
+            chosen = chosen_samples(len(records), self._settings.train_samples, "train_samples", self._seed)
+            if chosen is not None:
+                records = [records[number] for number in chosen.tolist()]
             return records, [
                 torch.tensor(_of_labels(records, labels, name), dtype=torch.int64)
                 for name, labels in self._options.labels.items()

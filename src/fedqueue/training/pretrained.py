@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -162,3 +164,13 @@ def alike_layers(model: Any) -> list[nn.Module]:
     """The layers of which the model mostly consists: they are all of one kind."""
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max((stack for stack in stacks if len({type(layer) for layer in stack}) == 1), key=len, default=[])
+
+
+_eager = threading.RLock()
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Layers that are compiled for training run as they are written, since each further size would be compiled too."""
+    with _eager, torch.compiler.set_stance("force_eager"):  # which is so for all threads
+        yield

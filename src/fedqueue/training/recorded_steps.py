@@ -149,8 +149,7 @@ class RecordedSteps:
         is_half = self._options.precision == "bfloat16"
         with torch.autocast(self._device.type, torch.bfloat16, enabled=is_half, cache_enabled=False):
             logits = self._model(tokens, attention_mask=seen(positions), use_cache=False, **where).logits
-        losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return losses
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def seen(positions: Tensor) -> Tensor:
