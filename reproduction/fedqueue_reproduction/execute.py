@@ -67,9 +67,11 @@ class Meter:
 def runs_of(
     experiment: Experiment, seeds: Sequence[int], *, quick: bool = False, winner: Winner = lambda cell: ()
 ) -> list[Run]:
-    """All runs of an experiment, seed after seed: one that is cut short has compared all rows over the same seeds."""
+    """All runs of an experiment, seed after seed, and row after row: one that is cut short has compared the first rows
+    under all settings over the same seeds."""
     runs = []
-    for cell in experiment.cells(quick=quick):
+    order = [row.name for row in experiment.rows]
+    for cell in sorted(experiment.cells(quick=quick), key=lambda cell: order.index(cell.row.name)):
         changes = winner(cell)
         config = experiment.config_of(cell, seeds[0], quick=quick, winner=changes)
         for seed in seeds:

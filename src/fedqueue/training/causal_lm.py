@@ -87,7 +87,7 @@ class CausalTask(Task):
 
     def initial_model(self) -> StateDict:
         model = self._make_model() if self._is_changed else self._model
-        return {name: tensor.detach().clone() for name, tensor in travelling(model).items()}
+        return {name: tensor.detach().to(self._device, copy=True) for name, tensor in travelling(model).items()}
 
     def declared_roles(self) -> dict[str, str]:
         lora = self._options.lora
