@@ -13,6 +13,7 @@ from typing import Any, Final
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.report.style import save_png, styled
 from fedqueue_reproduction import theorem_page
+from fedqueue_reproduction.deployment import deployment_tables
 from fedqueue_reproduction.figures import pictures
 from fedqueue_reproduction.findings import Findings, read_findings
 from fedqueue_reproduction.paired import paired_tables
@@ -116,7 +117,7 @@ def _section(found: Findings, by_name: Mapping[str, Findings], links: Mapping[st
     parts.append(f"{command} ({file}, {kept}): {_made(found)}")
     user = _first_user(found.name, by_name)
     if not experiment.grids:
-        parts += [figure_tables(found), paired_tables(found), agreement(found)]
+        parts += [figure_tables(found), deployment_tables(found), paired_tables(found), agreement(found)]
     elif user:
         parts.append(f"The winners are under [{user}](#{user}).")
     else:

@@ -64,7 +64,8 @@ def run_record(
         details["answers"] = rounded(learned[0].examine())
         details["first_loss"] = None if first is None else first["loss"]
     wanted = {*keep, *(["first_loss"] if "answers" in keep else [])}
-    return record | rounded({name: details[name] for name in details if name in wanted})
+    kept: dict[str, Any] = rounded({name: details[name] for name in details if name in wanted})
+    return record | kept
 
 
 def fingerprint(config: Config) -> str:

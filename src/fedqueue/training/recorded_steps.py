@@ -36,9 +36,11 @@ def why_not_recorded(model: Any, settings: TaskSettings, options: CausalSettings
         return "it is checkpointed"
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return "its attention takes no mask of ours"
-    if getattr(model.config, "sliding_window", None) is not None or getattr(model.config, "attention_dropout", 0.0):
-        return "its attention does not look at all that came before, or draws random numbers"
-    if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
+    if getattr(model.config, "sliding_window", None) is not None:
+        return "its attention does not look at all that came before"
+    if getattr(model.config, "attention_dropout", None) or any(
+        isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()
+    ):
         return "it draws random numbers"
     return None
 
