@@ -444,8 +444,8 @@ def test_deployment_is_held_against_the_paper_at_the_same_shares_of_the_way() ->
     for cell in experiment.cells():
         if cell.setting == "tuning=full":
             final = 0.8 if cell.row.name == "fedqueue-1" else 1.6
-            errors = {"errors": {name: [100.0, -100.0, 900.0, 1000.0] for name in JOBS}}
-            found.add(record(cell.row.name, 1001, setting=cell.setting, **errors, **deployed(final)), MADE)
+            more = deployed(final) | {"errors": {name: [100.0, -100.0, 900.0, 1000.0] for name in JOBS}}
+            found.add(record(cell.row.name, 1001, setting=cell.setting, **more), MADE)
     text = deployment_tables(findings_of(experiment, found))
     # 0.8 + 3.2 * (1 - 0.3658) / (2 - 0.3658) = 2.042, and so on; 3.0 after 1,000 s is above all of them
     assert "time to 1 (2.042 here), s | time to 0.8 (1.650 here), s | time to 0.6 (1.259 here), s" in text

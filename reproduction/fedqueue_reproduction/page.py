@@ -30,9 +30,11 @@ HEAD: Final = """\
 # The paper, reproduced
 
 "FedQueue: Queue-Aware Federated Learning for Cross-Facility HPC Training" (ICML 2026) has a section of controlled
-experiments: simulated queues, MNIST, five methods. This page runs them again with this program and puts claim and
-measurement side by side. `fedqueue reproduce --page` writes it from [the experiments]({experiments}) and
-[their results]({results}); nothing on it is written by hand.
+experiments: simulated queues, MNIST, CIFAR-100, five methods. This page runs them again with this program and puts
+claim and measurement side by side. What cannot be repeated here is its deployment: a language model of 7 billion
+parameters, fine-tuned on four supercomputers. [chemistry](#chemistry) has it in miniature, in virtual time.
+`fedqueue reproduce --page` writes this from [the experiments]({experiments}) and [their results]({results}); nothing
+on it is written by hand.
 
 ## In short
 """
