@@ -18,6 +18,7 @@ from fedqueue.errors import ConfigError, DataError
 from fedqueue.training.causal_settings import FieldSettings
 from fedqueue.training.instructions import PLAIN_TEMPLATE, Conversation, read_conversations, tokenize, with_template
 from fedqueue.training.job import TaskSettings
+from tests.conftest import facility
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="needs fedqueue[lm]")
@@ -377,6 +378,63 @@ def test_layers_are_compiled_once_and_train_as_they_are_written(files: Path) -> 
     scores = [task.score(trained.model)["loss"] for task, trained in zip((plain, compiled), after, strict=True)]
     assert scores[1] == pytest.approx(scores[0], rel=1e-4)
     assert counters["stats"]["unique_graphs"] == 1, "sequences of any length are scored without compiling"
+
+
+def test_runs_side_by_side_are_those_of_runs_alone_and_their_records_have_every_facility(files: Path) -> None:
+    from fedqueue_reproduction.record import run_record
+    from fedqueue_reproduction.side_by_side import run_side_by_side
+
+    rows = [
+        {**row, "kind": str(row["instruction"]).split()[-1], "use": "test" if n % 4 == 0 else "train"}
+        for n, row in enumerate(ROWS)
+    ]
+    write(files / "all.jsonl", rows)
+    task = {
+        "name": "causal-lm",
+        "optimizer": "adamw",
+        "batch_size": 2,
+        "options": {
+            "model": str(STORIES),
+            "train": "all.jsonl",
+            "test": "all.jsonl",
+            "split": "use",
+            "label": "kind",
+            "labels": {"north": ["dogs?", "ants?"], "south": ["birds?"]},
+            "sequence_length": 192,
+            "answers": 1,
+            "answer_tokens": 2,
+        },
+    }
+    configs = [
+        parse(
+            {
+                "run": {"strategy": strategy, "seconds": 40.0, "round_length": 10.0, "learning_rate": 1e-3},
+                "task": task,
+                "strategy": {"fedqueue": {"min_steps": 1}, "fedasync": {"steps": 2}},
+                "facility": [facility("north", steps_per_second=0.4), facility("south", steps_per_second=0.2)],
+            },
+            folder=files,
+        )
+        for strategy in ("fedqueue", "fedasync", "fedqueue")
+    ]
+    keep = ("answers", "errors", "facilities")
+
+    def work(number: int, learned: Any) -> dict[str, Any]:
+        return run_record(configs[number], learned, keep=keep)
+
+    found = dict(run_side_by_side(configs, work, device="cpu", at_once=2))
+    assert set(found) == {0, 1, 2}
+    for number, record in found.items():
+        alone = run_record(configs[number], keep=keep)
+        assert {**record, "wall_seconds": 0} == {**alone, "wall_seconds": 0}
+        theirs = record["facilities"]
+        for key in ("admitted", "deferred"):
+            assert sum(one[key] for one in theirs.values()) == record["updates"][key]
+        assert sum(one["submitted"] for one in theirs.values()) == record["jobs"]["submitted"]
+        assert all([at for at, _ in one["losses"]] == [at for at, *_ in record["curve"]] for one in theirs.values())
+        assert record["loss"]["final"] == -record["score"]["final"]
+        assert record["first_loss"] > record["loss"]["least"], "it learns"
+        assert {"exact_match/north", "exact_match/south"} <= set(record["answers"])
 
 
 # Files ----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class RecordedSteps:
                 self._step()
             else:
                 self._graph.replay()
-                begun.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                begun.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
                 begun[-1].record()
                 if len(begun) > STEPS_AHEAD:
                     begun.popleft().synchronize()
