@@ -19,6 +19,7 @@ from benchmarks import (
     load,
     planning,
     resnet,
+    rounds,
     simulator,
     staying,
     training,
@@ -39,6 +40,7 @@ PARTS = {
     "checking": checking,
     "transfer": transfer,
     "load": load,
+    "rounds": rounds,
     "staying": staying,
 }
 

@@ -253,7 +253,7 @@ def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any
     strategy = {**(ONE_A_ROUND if settings["strategy"] == "jit" else {}), **settings.pop("options", {})}
     server = {"host": "127.0.0.1", "port": 0, "wait_for": 1, **settings.pop("server", {})}
     evaluation = {"where": settings.pop("scored_by", "nowhere"), **settings.pop("evaluation", {})}
-    failures = settings.pop("failures", {})
+    failures, trust = settings.pop("failures", {}), settings.pop("trust", {})
     megabytes = settings.pop("megabytes", VALUES * 4 / 1e6)
     lines = [
         "[run]",
@@ -268,6 +268,8 @@ def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any
         *_lines(server),
         "[failures]",
         *_lines(failures),
+        "[trust]",
+        *_lines(trust),
         f"[strategy.{settings['strategy']}]",
         *_lines(strategy),
     ]
