@@ -213,7 +213,7 @@ class Facility:
 
         def decided() -> bool:
             answers.append(self.client.call("POST", path, {**handin, **changes}))
-            return answers[-1]["status"] != "checking"
+            return bool(answers[-1]["status"] != "checking")
 
         wait_for(decided, "what becomes of the update")
         return answers[-1]
