@@ -155,12 +155,26 @@ def test_moments_are_averaged_as_statistics_and_the_first_models_zeros_do_not_co
         ({"worker": {"command": "python own.py"}, "model": {"moments": "shared"}}, "shared"),
         ({"evaluation": {"command": "python score.py"}}, "own"),
         ({"model": {"moments": "own"}}, "own"),
+        ({"trust": {"masked": True}, "strategy": {"jit": {"absent": 0.0, "rounds": "fixed"}}}, "own"),
     ],
 )
 def test_who_shares_moments_unless_told(changes: dict[str, Any], found: str) -> None:
-    tree = {"run": {"strategy": "jit", "seconds": 9.0}, "task": {"name": "digits"}, "facility": [facility("a")]}
+    sites = [facility(name) for name in "abc"]
+    tree = {"run": {"strategy": "jit", "seconds": 9.0}, "task": {"name": "digits"}, "facility": sites}
     assert parse({**tree, **changes}).model.moments == found
     assert parse({**tree, "run": {"strategy": "fedavg", "seconds": 9.0}}).model.moments == "own"
+
+
+def test_what_a_site_keeps_private_is_not_in_its_moments(tmp_path: Path) -> None:
+    from fedqueue.protocol.contract import Privacy
+    from fedqueue.worker.privacy import made_private
+
+    base = model_file(tmp_path / "base", 4.0)
+    roles = roles_of(load_file(base))
+    learned = {name: tensor + 1.0 for name, tensor in load_file(base).items()}
+    made = made_private(learned, base, roles, Privacy(unit="update", clip=0.1, noise=1e-6))
+    assert all(torch.equal(made[name], load_file(base)[name]) for name in roles if is_moment(name))
+    assert not torch.equal(made["weight"], load_file(base)["weight"])
 
 
 def test_sharing_what_the_optimizer_has_not_is_refused() -> None:

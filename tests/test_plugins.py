@@ -197,9 +197,20 @@ def fedqueue(installed: Path, folder: Path, *arguments: str) -> subprocess.Compl
 
 def test_a_command_from_outside_is_a_verb_and_a_broken_one_stops_no_other(installed: Path, tmp_path: Path) -> None:
     done = fedqueue(installed, tmp_path, "greet", "operator")
-    assert (done.returncode, done.stdout) == (0, "good day, operator\n")
-    assert "the plugin 'broken' of outside (commands) cannot be used: AttributeError" in done.stderr
-    assert "greet somebody" in fedqueue(installed, tmp_path, "--help").stdout
+    assert (done.returncode, done.stdout, done.stderr) == (0, "good day, operator\n", "")
+    listed, named = (fedqueue(installed, tmp_path, word) for word in ("--help", "broken"))
+    assert "greet somebody" in listed.stdout
+    for done in (listed, named):
+        assert "the plugin 'broken' of outside (commands) cannot be used: AttributeError" in done.stderr
+    assert (listed.returncode, named.returncode) == (0, 2)
+
+
+def test_a_command_loads_nothing_that_only_other_commands_need(tmp_path: Path) -> None:
+    """What all commands import together takes ten times as long as looking at a run does."""
+    code = "import sys; from fedqueue.cli import main; main(['journal', 'nowhere']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "fedqueue: error: nowhere" in done.stderr
+    assert not {"numpy", "scipy", "urllib3", "fedqueue.config", "fedqueue.cli.serve"} & set(done.stdout.split())
 
 
 def test_a_run_uses_the_scheduler_strategy_and_listener_from_outside(installed: Path, tmp_path: Path) -> None:

@@ -88,8 +88,11 @@ class Moments:
         moments: Mapping[str, Any],
         change: Mapping[str, Any] | None,
         learning_rate: float,
+        *,
+        recorded: bool = False,
     ) -> None:
-        """`change`: how the model moved to where this begins, in one version; None: nobody knows."""
+        """`change`: how the model moved to where this begins, in one version; None: nobody knows. `recorded`: steps are
+        replayed, and call no hooks; who replays them sets each one's rate by `warmth`."""
         self._optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in named}
         self._given = moments
@@ -103,7 +106,7 @@ class Moments:
             begun = [self._begin(group, parameter, change, learning_rate) for parameter in group["params"]]
             if change is None and all(begun):
                 self._warming.append(group)
-        if self._warming:
+        if self._warming and not recorded:
             # Torch has one count of steps for both moments, and has counted steps that the first has not seen.
             self._hooks = [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -126,11 +129,16 @@ class Moments:
             first = first_moment(second, moved, beta1, learning_rate)
         on_device = group.get("capturable") or group.get("fused")
         state = self._optimizer.state[parameter]
-        state["step"] = torch.tensor(float(TRUST), device=parameter.device if on_device else "cpu")
-        state["exp_avg"] = first.to(parameter.dtype)
-        state["exp_avg_sq"] = (second * (1 - beta2**TRUST)).to(parameter.dtype)
+        counted = torch.tensor(float(TRUST), device=parameter.device if on_device else "cpu")
+        seen = second * (1 - beta2**TRUST)
+        begun = {"step": counted, "exp_avg": first, "exp_avg_sq": seen}
         if group.get("amsgrad"):
-            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+            begun["max_exp_avg_sq"] = seen
+        for key, tensor in begun.items():
+            if key in state:  # in its place, which recorded steps know
+                state[key].copy_(tensor)
+            else:
+                state[key] = tensor if key == "step" else tensor.to(parameter.dtype, copy=True)
         return True
 
     def _name(self, group: Any, parameter: Any) -> str | None:
@@ -141,8 +149,13 @@ class Moments:
         self._steps += 1
         self._rates = [group["lr"] for group in self._warming]
         for group in self._warming:
-            beta1 = group["betas"][0]
-            group["lr"] = group["lr"] * ((1 - beta1 ** (self._steps + TRUST)) / (1 - beta1**self._steps))
+            group["lr"] = group["lr"] * self.warmth(self._steps)
+
+    def warmth(self, step: int) -> float:
+        """What the rate of this step is multiplied by, counted from 1: where first moments began from nothing, it makes
+        up for the steps that torch has counted and they have not seen."""
+        beta1 = self._warming[0]["betas"][0] if self._warming else 0.0
+        return float((1 - beta1 ** (step + TRUST)) / (1 - beta1**step))
 
     def _after_step(self, *_: Any) -> None:
         for group, rate in zip(self._warming, self._rates):  # noqa: B905

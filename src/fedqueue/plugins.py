@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 
 @cache
-def plugins(group: str) -> dict[str, Any]:
-    """Name -> object. One that cannot be loaded is named on standard error and left out: it must stop no other."""
+def plugins(group: str, named: str | None = None) -> dict[str, Any]:
+    """Name -> object, of all or of the one that is named. One that cannot be loaded is named on standard error and
+    left out: it must stop no other."""
     found = {}
     for entry in importlib.metadata.entry_points(group=f"fedqueue.{group}"):
+        if named not in (None, entry.name):
+            continue
         try:
             found[entry.name] = entry.load()
         except Exception as error:

@@ -24,7 +24,7 @@ from fedqueue.plugins import plugins
 
 _OURS: Final = (
     *("demo", "init", "simulate", "compare", "plan", "history", "forecast"),
-    *("run", "report", "models", "replay", "retrace", "journal", "doctor"),
+    *("run", "report", "models", "replay", "retrace", "journal", "doctor", "sbom"),
     *("serve", "submit", "list", "logs", "user", "audit", "enroll", "agent"),
 )
 """Each is the name of its file here."""
@@ -55,8 +55,9 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def make_parser(more: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
-    """`more`: commands by name, beside ours and those of installed packages."""
+def make_parser(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """`more`: commands by name, beside ours and those of installed packages. Where `argv` names one, the others are
+    not loaded: what all of them import takes longer than many a command."""
     parser = _Parser(
         prog="fedqueue",
         description="Federated learning across supercomputers, where every participant waits in a batch queue.",
@@ -65,9 +66,7 @@ def make_parser(more: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     )
     parser.add_argument("--version", action="version", version=f"fedqueue {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    ours: dict[str, Any] = {name: import_module(f"fedqueue.cli.{name}") for name in _OURS}
-    ours |= {command.__name__: command for command in operate.VERBS}
-    for name, command in {**plugins("commands"), **(more or {}), **ours}.items():
+    for name, command in _commands(argv[0] if argv else None, more or {}).items():
         sub = commands.add_parser(
             name,
             help=command.HELP,
@@ -79,12 +78,29 @@ def make_parser(more: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     return parser
 
 
+def _commands(named: str | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The one that is named, or else all. Ours come first: nothing can take the place of one."""
+    verbs = {verb.__name__: verb for verb in operate.VERBS}
+    if named is not None:
+        if named in verbs:
+            return {named: verbs[named]}
+        if named in _OURS:
+            return {named: import_module(f"fedqueue.cli.{named}")}
+        if named in more:
+            return {named: more[named]}
+        if found := plugins("commands", named):
+            return found
+    ours: dict[str, Any] = {name: import_module(f"fedqueue.cli.{name}") for name in _OURS}
+    return {**plugins("commands"), **more, **ours, **verbs}
+
+
 def main(argv: Sequence[str] | None = None, more: Mapping[str, Any] | None = None) -> int:
     """Run one command; returns its exit code. `more`: see `make_parser`."""
     for name in ("stdout", "stderr"):  # closed by whoever started us
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    args = make_parser(more).parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = make_parser(argv, more).parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)  # asked to end: the same as Ctrl-C
     try:

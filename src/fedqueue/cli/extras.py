@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from fedqueue.config import Config
 from fedqueue.errors import ConfigError
-from fedqueue.protocol.strategies import STRATEGIES
-from fedqueue.training.causal_settings import CAUSAL_LM
+
+if TYPE_CHECKING:
+    from fedqueue.config import Config
 
 Extra = Literal["train", "plots", "serve", "lm"]
 
@@ -41,6 +41,9 @@ def need(*extras: Extra, instead: str = "") -> None:
 
 def need_for(config: Config, *, plots: bool = False, real: bool = False, elsewhere: bool = False) -> None:
     """What a run of this config needs; `elsewhere`: sites train by commands of their own."""
+    from fedqueue.protocol.strategies import STRATEGIES
+    from fedqueue.training.causal_settings import CAUSAL_LM
+
     trains = config.task.name != "timing" and not (real and config.worker.command is not None)
     if real:
         if STRATEGIES[config.run.strategy].keeps_variates:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -13,9 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fedqueue.config import Config
-from fedqueue.engine import Listener
 from fedqueue.protocol.messages import Command, Event, ModelReady, ModelScored
+
+if TYPE_CHECKING:
+    from fedqueue.config import Config
+    from fedqueue.engine import Listener
 
 PLAIN_WIDTH = 200  # columns when nobody says how wide the output is
 REFRESH_SECONDS = 0.1

@@ -147,7 +147,7 @@ async def _answer(api: FederationApi, who: str, poll: Poll) -> RunAnswer:
 
 
 async def _status(api: FederationApi, call: Call) -> FederationStatus:
-    return await asyncio.get_running_loop().run_in_executor(None, api.federation.status, _how_it_gets_on)
+    return await asyncio.get_running_loop().run_in_executor(None, api.federation.status, call.who, _how_it_gets_on)
 
 
 def _how_it_gets_on(run: Run) -> tuple[str, int | None, float | None]:

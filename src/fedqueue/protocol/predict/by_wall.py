@@ -109,7 +109,7 @@ class _Fit:
         surprises = [value - self._prior(x) for x, value in zip(self._places, values, strict=True)]
         self._pull = _solve(rows, surprises)
         self._errors = LogErrors(ERRORS)
-        for x, y, _ in seen:
+        for x, y, _ in seen[-ERRORS:]:
             self._errors.add(y - self.at(x))
 
     def forecast(self, x: float) -> Forecast:
