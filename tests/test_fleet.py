@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedqueue.aggregate import roles_of
 from fedqueue.config import Config, parse
 from fedqueue.errors import FedQueueError, TaskError
-from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.moments import no_moments
+from fedqueue.protocol.aggregation import buffer_roles, split_moments
 from fedqueue.protocol.messages import WorkTaken
 from fedqueue.sim.runner import Learned, simulate
 from fedqueue.training.job import TaskSettings
@@ -273,15 +275,26 @@ def test_a_lane_trains_as_the_plain_loop_does_whatever_runs_beside_it() -> None:
 
 
 def test_a_job_by_recorded_steps_hands_in_what_the_plain_loop_does() -> None:
-    """As on an accelerator, here without graphs: state dict, counters, loss and scores; ended early too."""
+    """As on an accelerator, here without graphs: state dict, counters, loss and scores; ended early too, and from
+    shared moments, with and without a last change of the model."""
     settings = TaskSettings(name="tests.test_fleet:normalised", partition="iid", batch_size=16)
     task, workload = make_task(settings, facilities=1, seed=3), workload_of(settings)
     assert RecordedTask.why_not(workload, settings) is None
     assert "Adam" in str(RecordedTask.why_not(workload, dataclasses.replace(settings, optimizer="sgd")))
     recorded, start = RecordedTask(workload, settings, facilities=1, seed=3), task.initial_model()
-    for during, done in ((None, 9), (range(4), 4)):
-        found = recorded.train(facility=0, model=start, steps=9, learning_rate=0.01, key=8, during=during)
-        plain = task.train(facility=0, model=start, steps=done, learning_rate=0.01, key=8)
+    job: dict[str, Any] = {"facility": 0, "learning_rate": 0.01, "key": 8}
+    nobodys = {**start, **no_moments(start, roles_of(start, task.declared_roles()))}
+    shared = {**start, **split_moments(task.train(model=nobodys, steps=20, **job).model)[1]}
+    moved = {name: torch.full_like(tensor, 0.01) for name, tensor in start.items()}
+    for during, done, model, change in (
+        (None, 9, start, None),
+        (range(4), 4, start, None),
+        (None, 9, nobodys, None),
+        (range(4), 4, shared, None),
+        (None, 9, shared, moved),
+    ):
+        found = recorded.train(model=model, steps=9, during=during, change=change, **job)
+        plain = task.train(model=model, steps=done, change=change, **job)
         assert found.samples == plain.samples == 16 * done
         assert found.loss == pytest.approx(plain.loss, rel=1e-4)
         assert list(found.model) == list(plain.model)

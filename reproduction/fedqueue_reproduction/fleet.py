@@ -68,7 +68,7 @@ class _Ticket(_Awaited):
     job: SlotJob | None = None
     left: int = 0  # steps
     row: Tensor | None = None  # what it trained
-    second: Tensor | None = None  # the second moments with which it ended, where these can be told
+    second: Tensor | None = None  # the second moments with which it ended
     finite: bool = True
 
 
@@ -192,9 +192,8 @@ class Bench:
             rows, finite = self._slots.take(finished)
             for ticket, row in zip(tickets, rows, strict=True):
                 ticket.row = row
-            if isinstance(self._slots, Slots):
-                for ticket, second in zip(tickets, self._slots.second_moments(finished), strict=True):
-                    ticket.second = second
+            for ticket, second in zip(tickets, self._slots.second_moments(finished), strict=True):
+                ticket.second = second
         scores, self._scores = self._scores, []
         values = [self._scorer.score(score.row, score.chosen) for score in scores if score.row is not None]
         pairs, self._pairs = self._pairs, []
@@ -244,9 +243,9 @@ class FleetLearning(Learning):
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
         keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
         shares_moments = config.model.moments == "shared"
-        if (keeps_variates or config.task.proximal or shares_moments) and not bench.is_stacked:
+        if (keeps_variates or config.task.proximal) and not bench.is_stacked:
             has = "its jobs have control variates" if keeps_variates else "its loss has a proximal term"
-            why = f"{'its jobs share moments' if shares_moments else has}, and its network cannot be stacked"
+            why = f"{has}, and its network cannot be stacked"
             raise TaskError(f"task {config.task.name!r}: its runs cannot share a device: {why}; use --device cpu")
         super().__init__(bench.megabytes + (bench.megabytes_of_moments if shares_moments else 0.0))
         settings, seed = config.task, config.run.seed

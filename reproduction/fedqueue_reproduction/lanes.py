@@ -18,11 +18,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedqueue.aggregate import StateDict
+from fedqueue.moments import first_moment, put_together, taken_apart
 from fedqueue.protocol.aggregation import split_moments
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import AUGMENTATION, Task, draws, products_in, signed
 from fedqueue.training.workload import Samples, Workload
-from fedqueue_reproduction.recorded import Adam, Scorer, SlotJob, capture, put, quick, why_not_adam
+from fedqueue_reproduction.recorded import BETA1, Adam, Scorer, SlotJob, capture, put, quick, why_not_adam
 from fedqueue_reproduction.rows import Rows
 
 Named = dict[str, Tensor]
@@ -98,6 +99,10 @@ class Lanes:
         rows = torch.stack([self._lanes[number].collect() for number in numbers])
         return rows, rows.isfinite().all(dim=1)
 
+    def second_moments(self, numbers: list[int]) -> Tensor:
+        """Of these slots, whose jobs are done; rows, as those of their parameters."""
+        return torch.stack([self._lanes[number].second_moments() for number in numbers])
+
     def losses(self, number: int) -> Tensor:
         """The sum over the steps that the job in this slot has done."""
         return self._lanes[number].losses
@@ -118,7 +123,8 @@ class Lane:
         self._samples = samples
         device = samples[0].device
         self._row = torch.zeros(rows.width, device=device)
-        parameters = self._row[: rows.trained_width]
+        self._trained = rows.trained_width
+        parameters = self._row[: self._trained]
         gradients = torch.zeros_like(parameters)
         self._leaves = {place.name: place.of(self._row).detach().requires_grad_() for place in rows.trained}
         self._gradients = [place.of(gradients) for place in rows.trained]
@@ -153,6 +159,9 @@ class Lane:
         self._row.copy_(job.row)
         _copy(self._statistics.values(), self._kept.values())
         self._adam.restart(self._first, put(torch.tensor([[job.learning_rate]]), device))
+        if job.second is not None:
+            first = None if job.first is None else job.first[: self._trained]
+            self._adam.go_on(0, job.second[: self._trained], first)
         self._key.copy_(put(torch.tensor([signed(job.key)]), device))
         self._done.zero_()
         self.losses.zero_()
@@ -161,6 +170,12 @@ class Lane:
         """The row as it is now."""
         _copy(self._kept.values(), self._statistics.values())
         return self._row
+
+    def second_moments(self) -> Tensor:
+        """What is no parameter has none: zero."""
+        found = torch.zeros_like(self._row)
+        found[: self._trained] = self._adam.second_moments(self._first, self._done)[0]
+        return found
 
     def record(self) -> None:
         """Capture the step, if it is not yet; everything is as it was afterwards."""
@@ -257,9 +272,21 @@ class RecordedTask(Task):
         drift: StateDict | None,
         change: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
-        if drift is not None or split_moments(model)[1]:  # of which what is recorded knows nothing
+        if drift is not None:  # of which what is recorded knows nothing
             return super()._go_through(schedule, model, learning_rate, job_seed, during, drift, change)
-        job = SlotJob(self._rows.flatten(model), torch.stack(list(schedule)), learning_rate, job_seed)
+        model, moments = split_moments(model)
+        second = self._row_of_moments(moments)
+        first = None
+        if second is not None and change is not None:
+            first = first_moment(second, self._row_of(change), BETA1, learning_rate)
+        job = SlotJob(
+            self._rows.flatten(model),
+            torch.stack(list(schedule)),
+            learning_rate,
+            job_seed,
+            second=second,
+            first=first,
+        )
         self._lanes.load({0: job})
         done = job.steps
         if during is None:
@@ -283,7 +310,25 @@ class RecordedTask(Task):
             else old.to(self._device) + done
             for name, old in model.items()
         }
+        if moments:
+            second = self._lanes.second_moments([0])[0]
+            parts = [taken_apart(place.name, place.of(second)) for place in self._rows.trained]
+            state |= {name: tensor for part in parts for name, tensor in part.items() if name in moments}
         return state, done, self._lanes.losses(0)
+
+    def _row_of_moments(self, moments: StateDict) -> Tensor | None:
+        """None: there are none, or nobody knows any yet."""
+        found = {place.name: put_together(place.name, place.shape, moments) for place in self._rows.trained}
+        known = {name: second for name, second in found.items() if second is not None}
+        return self._row_of(known) if any(bool(second.any()) for second in known.values()) else None
+
+    def _row_of(self, tensors: StateDict) -> Tensor:
+        """What of them trains; the rest of the row is zero."""
+        row = torch.zeros(self._rows.width, device=self._device)
+        for place in self._rows.trained:
+            if place.name in tensors:
+                place.of(row).copy_(tensors[place.name])
+        return row
 
     def score(self, model: StateDict) -> dict[str, float]:
         score, loss = self._scorer.score(self._rows.flatten(model), None).tolist()
