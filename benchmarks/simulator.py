@@ -8,8 +8,9 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ class _Timed(Task):
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
-        change: StateDict | None = None,
+        change: Mapping[str, Any] | None = None,
     ) -> Trained:
         self.asked.append((facility, steps, learning_rate))
         began = time.perf_counter()

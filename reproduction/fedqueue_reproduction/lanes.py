@@ -270,7 +270,7 @@ class RecordedTask(Task):
         job_seed: int,
         during: Iterable[object] | None,
         drift: StateDict | None,
-        change: StateDict | None,
+        change: Mapping[str, Tensor] | None,
     ) -> tuple[StateDict, int, Tensor]:
         if drift is not None:  # of which what is recorded knows nothing
             return super()._go_through(schedule, model, learning_rate, job_seed, during, drift, change)
@@ -322,7 +322,7 @@ class RecordedTask(Task):
         known = {name: second for name, second in found.items() if second is not None}
         return self._row_of(known) if any(bool(second.any()) for second in known.values()) else None
 
-    def _row_of(self, tensors: StateDict) -> Tensor:
+    def _row_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What of them trains; the rest of the row is zero."""
         row = torch.zeros(self._rows.width, device=self._device)
         for place in self._rows.trained:

@@ -14,10 +14,10 @@ Part of the worker: Python 3.9; torch is loaded where tensors are touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fedqueue.protocol.aggregation import COLUMNS, MOMENT, MOVING, ROWS, Shape, first_moments, moment_shapes
+from fedqueue.protocol.aggregation import COLUMNS, MOMENT, ROWS, Shape, first_moments, moment_shapes
 
 TRUST = 30
 """Steps that the shared moments count for: after so many of its own, half of what a job divides by is its own."""
@@ -68,13 +68,21 @@ def first_moment(second: Any, change: Any, beta1: float, learning_rate: float) -
     return second.sqrt() * change * (-ONWARD * (1 - beta1) / learning_rate)
 
 
-def change_of(
-    now: Mapping[str, Any], before: Mapping[str, Any], versions: int, roles: Mapping[str, str]
-) -> dict[str, Any] | None:
-    """How a model moved in one version, by two that are so many versions apart. None: they are not."""
-    if versions < 1:
-        return None
-    return {name: (now[name] - before[name]) / versions for name, role in roles.items() if role in MOVING}
+class Change(Mapping[str, Any]):
+    """How a model moved in one version, by two that are so many versions apart. Each tensor is worked out when it is
+    asked for: a model may be as large as memory."""
+
+    def __init__(self, now: Mapping[str, Any], before: Mapping[str, Any], versions: int) -> None:
+        self._now, self._before, self._versions = now, before, versions
+
+    def __getitem__(self, name: str) -> Any:
+        return (self._now[name].float() - self._before[name].float()) / self._versions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now)
+
+    def __len__(self) -> int:
+        return len(self._now)
 
 
 class Moments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fedqueue.moments import change_of, no_moments
+from fedqueue.moments import Change, no_moments
 from fedqueue.protocol.aggregation import split_moments
 from fedqueue.protocol.contract import Assignment, UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
@@ -136,16 +136,14 @@ class RealLearning(Learning):
         self._updates[training.key] = (trained.model, version)
         return samples + trained.samples
 
-    def _change(self, training: Training) -> StateDict | None:
+    def _change(self, training: Training) -> Change | None:
         """How the model moved since the part before, in one version."""
-        if not self._shares_moments:
-            return None
         version = training.work.base_version
         before, model = self._began_with.get(training.key[:2], (version, {}))
-        return change_of(self._models[version], model, version - before, self.roles)
+        return Change(self._models[version], model, version - before) if version > before else None
 
     def _steps(
-        self, training: Training, model: StateDict, steps: int, luck: int, change: StateDict | None = None
+        self, training: Training, model: StateDict, steps: int, luck: int, change: Change | None = None
     ) -> Trained:
         return self._task.train(
             facility=training.facility,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +120,7 @@ class CausalTask(Task):
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
-        change: StateDict | None = None,
+        change: Mapping[str, Tensor] | None = None,
     ) -> Trained:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")

@@ -4,7 +4,7 @@ inputs."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -108,7 +108,7 @@ class Task:
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
-        change: StateDict | None = None,
+        change: Mapping[str, Tensor] | None = None,
     ) -> Trained:
         """Train `model` on one facility's data for `steps` steps, or until `during` has no more to give.
 
@@ -134,7 +134,7 @@ class Task:
         job_seed: int,
         during: Iterable[object] | None,
         drift: StateDict | None,
-        change: StateDict | None,
+        change: Mapping[str, Tensor] | None,
     ) -> tuple[StateDict, int, Tensor]:
         """The trained model, how many steps were done, and the sum of their losses."""
         if during is not None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from fedqueue.errors import describe
 from fedqueue.files import failpoint
-from fedqueue.moments import Moments, change_of
+from fedqueue.moments import Change, Moments
 from fedqueue.protocol.aggregation import is_moment, split_moments
 from fedqueue.protocol.codec import message
 from fedqueue.protocol.contract import Assignment, AssignmentFile, Mechanism, Privacy, Result, Trained
@@ -278,7 +278,7 @@ class Work:
 
     def moments(self) -> Tensors:
         """What travels beside the model of second moments of Adam, by name; nothing, unless the run shares them."""
-        if self._moments is None:
+        if self._moments is None and any(map(is_moment, self._header)):
             self.model()
         return {} if self._moments is None else self._moments
 
@@ -293,13 +293,14 @@ class Work:
         named = [(without_prefix(name), parameter) for name, parameter in model.named_parameters()]
         self._adam = Moments(optimizer, named, self.moments(), self.change(), self.learning_rate)
 
-    def change(self) -> Tensors | None:
+    def change(self) -> Change | None:
         """How the model moved in one version since the part before, where the run shares moments; None: unknown."""
         if self._before is None or self.is_ahead or not any(map(is_moment, self._header)):
             return None
         version, earlier = self.base_version, self._before.assignment.base_version
-        now, then = _OnDemand(self._models[version]), _OnDemand(self._models[earlier])
-        return change_of(now, then, version - earlier, self._roles)
+        if version <= earlier:
+            return None
+        return Change(_OnDemand(self._models[version]), _OnDemand(self._models[earlier]), version - earlier)
 
     def _chosen(self, tensors: Mapping[str, Any]) -> Tensors:
         """The declared tensors of those that the script gives; of its optimizer it need not give any."""
@@ -619,7 +620,7 @@ class _OnDemand(Mapping[str, Any]):
         self._file = file
 
     def __getitem__(self, name: str) -> Any:
-        return in_the_scripts_library(self._file.get_tensor(name)).float()
+        return in_the_scripts_library(self._file.get_tensor(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.keys())
