@@ -207,8 +207,16 @@ class Facility:
         return path
 
     def commit(self, path: str, base_version: int, **changes: Any) -> dict[str, Any]:
+        """As an agent does it: while the update is being checked it asks again."""
         handin = {"base_version": base_version, "steps_done": 10, "train_seconds": 1.0, "admission_delay": 0.5}
-        return self.client.call("POST", path, {**handin, **changes})
+        answers: list[dict[str, Any]] = []
+
+        def decided() -> bool:
+            answers.append(self.client.call("POST", path, {**handin, **changes}))
+            return bool(answers[-1]["status"] != "checking")
+
+        wait_for(decided, "what becomes of the update")
+        return answers[-1]
 
     def hand_in(self, order: JobOrder, content: bytes, digest: str | None = None) -> dict[str, Any]:
         """Trained from the version of its assignment, or from the first."""

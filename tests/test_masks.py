@@ -164,13 +164,14 @@ def test_an_agent_gives_to_one_good_group_and_to_no_other(tmp_path: Path) -> Non
     known = {name: new_secret() for name in NAMES}
     known["north"] = made._own_secret()
 
-    def group(names: Sequence[str], sequence: int = 0, **changes: Any) -> MaskGroup:
+    def group(names: Sequence[str], sequence: int = 0, heavy: str = "", **changes: Any) -> MaskGroup:
         place = tmp_path / "masked" / f"{sequence}-0-0"
         if not place.exists():
             place.mkdir(parents=True)
             for name in (UPDATE, BASE):
                 save_file({"w": torch.zeros(3)}, place / name)
-        shares = [MaskShare(job_id=f"{name}/{sequence}", attempt=0, part=0, weight=0.3) for name in names]
+        weights = {name: 0.01 if heavy and name != heavy else 0.3 for name in names}
+        shares = [MaskShare(job_id=f"{n}/{sequence}", attempt=0, part=0, weight=w) for n, w in weights.items()]
         return group_of({**{name: known[name] for name in names}, **changes}, shares)
 
     def refused(wanted: MaskGroup) -> str:
@@ -179,6 +180,7 @@ def test_an_agent_gives_to_one_good_group_and_to_no_other(tmp_path: Path) -> Non
         return str(error.value)
 
     assert "this site wants 3" in refused(group(NAMES[:2]))
+    assert "weigh so little" in refused(group(NAMES[:3], heavy="north"))
     assert "another key for this facility" in refused(group(NAMES[:3], north=new_secret()))
     assert "two facilities of the group have one key" in refused(group(NAMES[:3], west=known["south"]))
     (tmp_path / PEERS).unlink(missing_ok=True)
@@ -278,7 +280,12 @@ def test_a_group_whose_member_gives_nothing_is_void_and_says_so(tmp_path: Path, 
         fates = {row["facts"]["job"]: row["facts"] for row in rows if row["kind"] == "fate"}
         assert [found["fate"] for found in fates.values()] == ["rejected"] * 3
         assert all("is void: west did not give its part in time" in found["reason"] for found in fates.values())
-        assert served.status()["state"] == "running"
+        status = served.status()
+        assert status["state"] == "running"
+        states = {one["name"]: one["state"] for one in status["facilities"]}
+        assert states == {"north": "active", "south": "active", "west": "suspended"}, (
+            "it stalls no round after this one"
+        )
         assert not list((served.folder / "masked").iterdir()), "nothing is left of it"
         assert served.replays() > 0
 

@@ -70,7 +70,10 @@ class _Streams:
             if other == own:
                 continue
             first, second = sorted((own, other))
-            shared = private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
+            try:
+                shared = private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
+            except ValueError:
+                raise MaskError(f"the key of {other} is none") from None
             info = f"fedqueue mask {first} {second}".encode()
             stream_key = HKDF(SHA256(), length=32, salt=salt, info=info).derive(shared)
             stream = Cipher(ChaCha20(stream_key, nonce=bytes(16)), mode=None).encryptor()
@@ -127,6 +130,8 @@ def mask(group: MaskGroup, own: str, secret: str, files: Mapping[MaskShare, tupl
     """Writes what the facility `own` gives to the group, from the files (update, base) of its shares, and returns its
     sha256. Made again it is the same."""
     digest, total = hashlib.sha256(), sum(share.weight for share in group.updates)
+    if total <= 0:
+        raise MaskError("the updates of the group weigh nothing")
     streams = _Streams(group, own, secret)
     with ExitStack() as stack:
         opened_files = []

@@ -37,6 +37,10 @@ KEPT: Final = 20
 """Updates that wait, at the most; the oldest go first: nobody asked for them."""
 
 
+LIGHTEST: Final = 0.1
+"""Of this site's weight: who has less hides nothing of it."""
+
+
 class Models(Protocol):
     def file_of(self, version: int) -> Path | None:
         """A model that lies at this facility."""
@@ -174,6 +178,11 @@ class Masking:
             raise NotMaskedError(
                 f"the group has {len(group.keys)} facilities, and this site wants {least} at the least"
             )
+        weights = dict.fromkeys(group.keys, 0.0)
+        for share in group.updates:
+            weights[facility_of(share.job_id)] += share.weight
+        if sum(weight >= LIGHTEST * weights[self._jobs.facility] for weight in weights.values()) < least:
+            raise NotMaskedError("the others of the group weigh so little that their sum would show this site's part")
         if group.keys.get(self._jobs.facility) != self.key:
             raise NotMaskedError("the group has another key for this facility")
         path = self._jobs.site_home / PEERS

@@ -688,16 +688,17 @@ class Coordinator:
         log.warning(f"model {command.to_version} is made without {facility}: {reason}")
         self._make_without(command.to_version, facility, reason)
 
-    def _make_without(self, version: int, facility: str, reason: str) -> None:
-        self.tell(UpdatesUnusable(at=self.now, version=version, facility=facility, reason=reason[:REASON_LENGTH]))
+    def _make_without(self, version: int, facility: str, reason: str, *, blamed: bool = False) -> None:
+        short = reason[:REASON_LENGTH]
+        self.tell(UpdatesUnusable(at=self.now, version=version, facility=facility, reason=short, blamed=blamed))
 
-    def void(self, command: Aggregate, why: str) -> None:
-        """A group of masked updates is of no use but whole: none of them counts."""
+    def void(self, command: Aggregate, why: str, missing: Collection[str] = ()) -> None:
+        """A group of masked updates is of no use but whole: none of them counts. `missing`: because of these."""
         names = sorted({facility_of(share.job_id) for share in command.weights})
         reason = f"the group of {', '.join(names)} for model {command.to_version} is void: {why}"
         log.warning(reason)
         for name in names:
-            self._make_without(command.to_version, name, reason)
+            self._make_without(command.to_version, name, reason, blamed=name in missing)
 
     def _look_after_groups(self) -> None:
         command = self.next_wanted()
@@ -706,7 +707,7 @@ class Coordinator:
         if self.masking.too_few(command):
             self.void(command, "it has too few members")
         elif self.masking.is_overdue(command) and (missing := self.masking.missing(command)):
-            self.void(command, f"{', '.join(missing)} did not give its part in time")
+            self.void(command, f"{', '.join(missing)} did not give its part in time", missing)
         else:
             self.pump()  # after a start all may be there, and only their keys came since
 

@@ -191,11 +191,13 @@ class FacilityApi:
 
     def size_of_gift(self, version: int) -> int:
         """Bytes that a facility gives to the group of this model."""
-        models = self._coordinator.outcomes.models
-        digest = models.get(version - 1)
-        if digest is None or not self._coordinator.counts_on(digest):
+        coordinator, masking = self._coordinator, self._coordinator.masking
+        digest = coordinator.outcomes.models.get(version - 1)
+        if masking is None or digest is None or not coordinator.counts_on(digest):
             raise Refused(410, f"no group of model {version} waits")
-        return masks.masked_bytes(tensorfile.read_header(self._coordinator.store.path(digest)))
+        if masking.size is None:
+            masking.size = masks.masked_bytes(tensorfile.read_header(coordinator.store.path(digest)))
+        return masking.size
 
     def may_give(self, facility: str, version: int, size: int, sha256: str) -> Path:
         """Where the bytes go that it gives to a group."""

@@ -570,26 +570,21 @@ RENEWAL: Final = Endpoint(
 
 UPDATE: Final = "/v1/updates/{sequence}/{attempt}/{sha256}"
 PART: Final = "/v1/updates/{sequence}/{attempt}/part-{part}/{sha256}"  # of a job that stays, after its first
-
-
 MASKED: Final = "/v1/masked/{version}/{sha256}"
 
+Handle = Callable[[Any, Call], Awaitable[Any]]
 
-def _update_endpoints(path: str) -> tuple[Endpoint, ...]:
-    put = Endpoint(
-        method="PUT", path=path, right="train", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
-    )
+
+def _bringing(path: str, what: str, offset: Handle, bring: Handle, commit: Handle, body: type) -> tuple[Endpoint, ...]:
+    """A file of many bytes: asked about, sent, and committed."""
+    there = f"how many bytes of {what} are here"
     return (
-        Endpoint(method="GET", path=path, right="train", handle=_offset, about="how many bytes of an update are here"),
-        put,
+        Endpoint(method="GET", path=path, right="train", handle=offset, about=there),
         Endpoint(
-            method="POST",
-            path=path,
-            right="train",
-            handle=_commit,
-            body=Handin,
-            most=64 << 10,
-            about="all bytes are here",
+            method="PUT", path=path, right="train", handle=bring, query=("offset", "bytes"), about=f"bytes of {what}"
+        ),
+        Endpoint(
+            method="POST", path=path, right="train", handle=commit, body=body, most=64 << 10, about="all bytes are here"
         ),
     )
 
@@ -600,26 +595,9 @@ ENDPOINTS: Final = (
     enrolling(_enrol),
     Endpoint(method="POST", path="/v1/poll", right="train", handle=_poll, body=Poll, about="reports, and what to do"),
     Endpoint(method="GET", path="/v1/models/{version}", right="train", handle=_model, about="a model, or a part"),
-    *_update_endpoints(UPDATE),
-    *_update_endpoints(PART),
-    Endpoint(method="GET", path=MASKED, right="train", handle=_given_offset, about="how much of a masked sum is here"),
-    Endpoint(
-        method="PUT",
-        path=MASKED,
-        right="train",
-        handle=_give,
-        query=("offset", "bytes"),
-        about="bytes of what a facility gives to a group",
-    ),
-    Endpoint(
-        method="POST",
-        path=MASKED,
-        right="train",
-        handle=_given_all,
-        body=MaskedHandin,
-        most=64 << 10,
-        about="all bytes for the group are here",
-    ),
+    *_bringing(UPDATE, "an update", _offset, _upload, _commit, Handin),
+    *_bringing(PART, "an update", _offset, _upload, _commit, Handin),
+    *_bringing(MASKED, "what a facility gives to a group", _given_offset, _give, _given_all, MaskedHandin),
     RENEWAL,
     Endpoint(method="GET", path="/v1/status", right="look", handle=_status, about="how the run gets on"),
     _steering("pause"),

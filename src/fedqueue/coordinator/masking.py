@@ -27,6 +27,7 @@ class Masking:
         self._run = run
         self._trust = trust
         self._since: dict[int, float] = {}  # by version: since when it is waited for (monotonic)
+        self.size: int | None = None  # bytes that each member gives, as long as the model has these tensors
         self.keys: dict[str, str] = {}  # public, by facility, as its agent said last
 
     def group(self, command: Aggregate) -> MaskGroup | None:

@@ -285,6 +285,7 @@ class UpdatesUnusable(_Event):
     version: int
     facility: str
     reason: str
+    blamed: bool = later(default=False)  # it kept others from being in a model: it is left alone for a while
 
 
 def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:

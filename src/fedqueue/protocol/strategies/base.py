@@ -527,6 +527,8 @@ class Strategy:
         for update, staleness, weight, clip in self._making.pop(event.version):
             clipped: dict[str, Scalar] = {} if clip == 1 else {"clip": clip}
             self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version, **clipped)
+            if self.plan.trust.masked:
+                self.facilities[update.facility].suspensions = 0
         if self.plan.rounds is not None and self.state.progress >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
@@ -617,6 +619,8 @@ class Strategy:
         for update in gone:
             self.settle(update, "rejected", reason=event.reason)
         self.withdrawn(facility, gone)
+        if event.blamed and facility.status == "active":
+            self._suspend(facility, event.reason, for_good=False)
 
     def _forecast_issued(self, event: ForecastIssued) -> None:
         self.facilities[event.facility].issued = Forecast(event.mean, event.quantiles)
@@ -779,7 +783,9 @@ class Strategy:
             learn(self.now - taken_at - trained)
             if receipt.turn_seconds and not receipt.part:
                 facility.handed_in_first(self.now - taken_at - trained - receipt.turn_seconds)
-        facility.failures = facility.suspensions = 0
+        facility.failures = 0
+        if not self.plan.trust.masked:  # else only its part in a model tells that it is well
+            facility.suspensions = 0
         facility.stretch, facility.outlasted = 1.0, 0.0
         if facility.status in ("suspended", "out"):
             self._works_again(facility)
