@@ -192,7 +192,8 @@ def test_an_agent_gives_to_one_good_group_and_to_no_other(tmp_path: Path) -> Non
     transport.give = lambda path, version, sha256, group: given.append(group)
     made._give(first)
     assert given == [name_of(first)]
-    assert "not here any more" in refused(first), "what was given is cleared away"
+    made.keep(0, (0, 0), tmp_path / "none", 0)  # the verdict was lost, and the agent hands in once more
+    assert "not here any more" in refused(first), "what was given is cleared away, and does not come back"
     assert "the key of west is not the one that it had" in refused(group(NAMES[:3], sequence=1, west=new_secret()))
     assert given == [name_of(first)]
     made.close()
