@@ -311,7 +311,7 @@ def test_a_kill_at_any_point_of_a_masked_run_loses_nothing_and_counts_nothing_tw
     rounds = {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}
     how: dict[str, dict[str, Any]] = {"fedqueue": rounds, "fedavg": {"steps": 5}}
     strategy = "fedqueue" if point and MASKS.index(point) % 2 else "fedavg"
-    kills = (Kill(process, point, 2),) if point else (Kill("coordinator", after=1.0), Kill("south", after=1.5))
-    found = perform(Schedule(7, strategy, how[strategy], 4, kills, masked=True), tmp_path / "run")
+    kills = (Kill(process, point, 1),) if point else (Kill("coordinator", after=0.8), Kill("south", after=1.2))
+    found = perform(Schedule(7, strategy, how[strategy], 3, kills, masked=True), tmp_path / "run")
     assert not found.error, found.error
     assert found.kills >= 1
