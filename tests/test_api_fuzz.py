@@ -21,7 +21,8 @@ from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator import federation_api
 from fedqueue.coordinator.access import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
 from fedqueue.coordinator.coordinator import Refused
-from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS, Endpoint
+from fedqueue.coordinator.endpoints import BODY_LIMIT, Endpoint
+from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.coordinator.openapi import openapi
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.ledger import FILE, LedgerReader

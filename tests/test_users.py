@@ -17,8 +17,8 @@ from fedqueue.agent.access_file import AccessFile
 from fedqueue.agent.http_transport import Client
 from fedqueue.cli import main
 from fedqueue.coordinator import federation_api, http_api
+from fedqueue.coordinator.endpoints import Endpoint
 from fedqueue.coordinator.federation_api import LOG_BYTES
-from fedqueue.coordinator.http_api import Endpoint
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.coordinator.server import ADDRESS
 from fedqueue.ledger import FILE, LedgerReader

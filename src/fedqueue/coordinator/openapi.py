@@ -12,7 +12,7 @@ from fedqueue import __version__
 from fedqueue.protocol.codec import Json
 
 if TYPE_CHECKING:
-    from fedqueue.coordinator.http_api import Endpoint
+    from fedqueue.coordinator.endpoints import Endpoint
 
 Schema = Json
 """A document of JSON schema, which is plain JSON by its definition."""

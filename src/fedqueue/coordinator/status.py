@@ -100,10 +100,7 @@ def _facility(known: Known, name: str) -> FacilityStatus:
         open_jobs=[_open_job(job, known.now) for job in state.jobs.values()],
         idle_because=why,
         until_seconds=None if until is None else round(max(0.0, until - known.now), 1),
-        troubles=[
-            Trouble(reason=trouble.reason, seconds=round(time.monotonic() - presence.spoke + trouble.seconds, 1))
-            for trouble in (presence.troubles if presence is not None else ())
-        ],
+        troubles=[] if presence is None else _troubles(presence),
         ordered=state.ordered,
         steps_per_second=_rounded(planned.steps_per_second) if planned is not None else None,
         expected_delay=_rounded(strategy.forecast(planned).mean)
@@ -113,6 +110,11 @@ def _facility(known: Known, name: str) -> FacilityStatus:
         node_seconds=round(known.tally.node_seconds(name), 1),
         idle_node_seconds=round(known.tally.idle_node_seconds(name), 1),
     )
+
+
+def _troubles(presence: Presence) -> list[Trouble]:
+    since = time.monotonic() - presence.spoke
+    return [Trouble(reason=found.reason, seconds=round(since + found.seconds, 1)) for found in presence.troubles]
 
 
 def _state(known: Known, name: str) -> str:

@@ -222,7 +222,7 @@ def _shares(
         own = kind == which
         b = np.concatenate([begin[own], [x[0] for x in more if x[2] == which]])
         e = np.concatenate([end[own], [x[1] for x in more if x[2] == which]])
-        edges = since + width * np.arange(BUCKETS + 1)
+        edges = np.linspace(since, until, BUCKETS + 1, dtype=np.float64)
         covered = _covered(np.clip(b, since, until), np.clip(e, since, until), edges)
         found.append([round(share) for share in 100 * np.diff(covered) / width])
     return found

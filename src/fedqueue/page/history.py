@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -106,7 +106,10 @@ class History:
         self.bars = {name: Bars() for name in nodes}
         self.marks: dict[str, list[tuple[float, int, str]]] = {name: [] for name in nodes}  # when, kind, job
         self.names: list[str] = []  # of jobs that are over, by number
-        self.seconds: dict[str, Counter[str]] = {name: Counter() for name in nodes}  # by kind, of those
+        # Of jobs that are over, by kind.
+        self.seconds: dict[str, defaultdict[str, float]] = {
+            name: defaultdict(float) for name in nodes
+        }
         self.ended: Counter[str] = Counter()  # jobs
         self._made: dict[int, Round] = {}
         self._gone: dict[tuple[str, str], tuple[float, str]] = {}  # absences that go on
@@ -143,7 +146,7 @@ class History:
                     name = facility_of(share.job_id)
                     made.weights[name] = made.weights.get(name, 0.0) + share.weight * share.clip
             case ModelReady(version=version, agreement=agreement):
-                made = self._made.pop(version, None) or Round(version, told.at)
+                made = self._made.pop(version) if version in self._made else Round(version, told.at)
                 made.ready_at, made.agreement = told.at, agreement
                 self.rounds.append(made)
             case TimerFired(key=key) if key.startswith("cutoff/"):

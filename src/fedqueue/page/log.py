@@ -72,7 +72,8 @@ def rows(
     ledger: LedgerReader, *, before: int | None = None, group: str = "", facility: str = "", text: str = ""
 ) -> list[dict[str, Any]]:
     """`before`: the number of an event. `text`: is looked for in all that the ledger has of an event."""
-    where, values = "", []
+    where = ""
+    values: list[str] = []
     if group:
         kinds = GROUPS[group]
         where += f" AND kind IN ({', '.join('?' * len(kinds))})"

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -133,7 +134,7 @@ class Pages:
     def runs(self, more: Mapping[str, Any]) -> Response:
         """Which there are. `more`: what else the page is to know."""
         named = [{"id": s.id, "name": s.name, "owner": s.owner} for s in self._sources()]
-        return _answer({"title": self._title, "runs": named, "sites": None, **more})
+        return _answer({"title": self._title, "sites": None, "runs": named, **more})
 
     async def state(self, run: str, may: Sequence[str] = ()) -> Response:
         watched = self._watch(run)
@@ -173,10 +174,10 @@ class Pages:
                 return last, "".join(f"{line}\n" for line in ledger.lines(after, last)).encode()
 
         async def pieces() -> AsyncIterator[bytes]:
-            after, piece = await self._read(lambda: read(-1))
+            after, piece = await self._read(partial(read, -1))
             while piece:
                 yield piece
-                after, piece = await self._read(lambda after=after: read(after))  # type: ignore[misc]
+                after, piece = await self._read(partial(read, after))
 
         headers = {**HEADERS, "content-disposition": f'attachment; filename="{_plain(source.name)}.jsonl"'}
         return StreamingResponse(pieces(), media_type="application/jsonl", headers=headers)
@@ -205,7 +206,7 @@ class Pages:
         source = self.source(run)
         path = source.folder / "report.html"
         if not path.is_file():
-            raise RunFolderError(f"there is no report yet: fedqueue report {source.folder}")
+            raise RunFolderError("there is no report yet: `fedqueue report RUN` makes it")
         name = f"{_plain(source.name)}-report.html"
         return FileResponse(path, media_type="text/html", headers=HEADERS, filename=name)
 
@@ -262,7 +263,7 @@ class Pages:
     def _begin(self, watched: _Watched) -> None:
         # In a context of its own: who asked first may be gone long before.
         loop, context = asyncio.get_running_loop(), contextvars.Context()
-        watched.task = context.run(loop.create_task, self._follow(watched))  # type: ignore[arg-type]
+        watched.task = context.run(loop.create_task, self._follow(watched))
 
     async def _follow(self, watched: _Watched) -> None:
         """Look at the run, again and again, until nobody has wanted it for a while."""
@@ -271,10 +272,10 @@ class Pages:
             try:
                 more = await self._read(watched.follower.catch_up)
                 live = await self._live(watched)
-                glance = await self._read(lambda live=live: answers.glance(watched.follower, live))  # type: ignore[misc]
+                glance: answers.Answer | None = await self._read(partial(answers.glance, watched.follower, live))
                 watched.trouble = ""
             except FedQueueError as error:
-                watched.trouble = str(error)
+                watched.trouble = str(error).replace(str(watched.source.folder), watched.source.name)
                 more = False
                 glance = watched.glance
             if glance is not None and (
