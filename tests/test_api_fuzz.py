@@ -309,7 +309,15 @@ _ODD = (
 @pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if "{" in e.path], ids=lambda e: f"{e.method} {e.path}")
 def test_odd_names_and_numbers_in_a_path_are_refused(endpoint: Any, served: Served) -> None:
     """In every place, with all others right."""
-    right = {"version": "0", "sequence": "0", "attempt": "0", "sha256": "a" * 64, "facility": "north"}
+    right = {
+        "version": "0",
+        "sequence": "0",
+        "attempt": "0",
+        "sha256": "a" * 64,
+        "facility": "north",
+        "run": "first",
+        "file": "page.css",
+    }
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
     credential = _credential(served, "operator" if endpoint.right in RIGHTS["operator"] else "facility")
     with Raw(served) as raw:

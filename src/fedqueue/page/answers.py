@@ -93,7 +93,8 @@ def _cut_off(follower: Follower) -> str:
 
 
 def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answer]:
-    """What is wrong now, where, and for how many seconds; the worst first. `clock`: they are of the run clock."""
+    """What is wrong now, where, and for how many seconds; the worst first. While the run stands still, since when on the
+    run clock, which then stands too."""
     now, wrong = found.run_seconds, []
     if follower.state.stopped is not None:
         return []
@@ -104,7 +105,8 @@ def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answe
     for absence in sorted(follower.history.present_absences, key=lambda absence: absence.since):
         what = {"hindered": "the run stands still", "paused": "the run is paused"}.get(absence.what, absence.what)
         standing = absence.what in ("hindered", "paused")  # the run clock does not tell for how long
-        wrong.append(_fault(absence.facility, what, absence.reason, None if standing else now - absence.since))
+        seconds, at = (None, absence.since) if standing else (now - absence.since, None)
+        wrong.append(_fault(absence.facility, what, absence.reason, seconds, at))
     for facility in found.facilities:
         for trouble in facility.troubles[:3]:
             wrong.append(_fault(facility.name, "its agent says", trouble.reason, trouble.seconds))
@@ -113,12 +115,13 @@ def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answe
     return wrong
 
 
-def _fault(facility: str, what: str, why: str, seconds: float | None) -> Answer:
+def _fault(facility: str, what: str, why: str, seconds: float | None, at: float | None = None) -> Answer:
     return {
         "facility": facility,
         "what": what,
         "why": why,
         "seconds": None if seconds is None else round(max(0.0, seconds), 1),
+        "at": None if at is None else _short(at),
     }
 
 

@@ -107,9 +107,7 @@ class History:
         self.marks: dict[str, list[tuple[float, int, str]]] = {name: [] for name in nodes}  # when, kind, job
         self.names: list[str] = []  # of jobs that are over, by number
         # Of jobs that are over, by kind.
-        self.seconds: dict[str, defaultdict[str, float]] = {
-            name: defaultdict(float) for name in nodes
-        }
+        self.seconds: dict[str, defaultdict[str, float]] = {name: defaultdict(float) for name in nodes}
         self.ended: Counter[str] = Counter()  # jobs
         self._made: dict[int, Round] = {}
         self._gone: dict[tuple[str, str], tuple[float, str]] = {}  # absences that go on
@@ -156,7 +154,8 @@ class History:
             case Record(kind="suspended", facts=facts):
                 self._begin(str(facts["facility"]), "suspended", self._state.at, str(facts["reason"]))
             case Record(kind="rejoined", facts=facts):
-                self._end(str(facts["facility"]), "suspended")
+                for what in ("suspended", "drained"):
+                    self._end(str(facts["facility"]), what)
             case JobStarted(attempt=0, admission_delay=delay) if job is not None:
                 self._waited(told, job, delay)
             case JobFailed(job_id=name, reason=reason):

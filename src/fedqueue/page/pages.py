@@ -41,10 +41,12 @@ FORGET: Final = 300.0
 """Seconds after which a run that nobody looks at is let go of."""
 PIECE: Final = 2000
 """Events of a ledger that are sent at once."""
+REPORT: Final = "report.html"
 MOST_STREAMS: Final = 100
 """Pages that are told without asking, at once."""
 
 STATIC: Final[dict[str, str]] = {
+    "icon.svg": "image/svg+xml",
     "page.css": "text/css",
     "uplot.css": "text/css",
     "uplot.js": "text/javascript",
@@ -183,28 +185,41 @@ class Pages:
         return StreamingResponse(pieces(), media_type="application/jsonl", headers=headers)
 
     async def models(self, run: str) -> Response:
-        """Those that are kept, but for their bytes."""
-        found = await self._models(self.source(run))
+        """Those that are kept, but for their bytes; a simulation keeps none. And whether there is a report."""
+        source = self.source(run)
+        report = (source.folder / REPORT).is_file()
+        found = await self._models(source)
+        if found is None:
+            return _answer({"models": [], "report": report})
         there = [
             {"version": one.version, "score": one.score, "best": one == found.best, "newest": one == found.newest}
             for one in found.there
         ]
-        return _answer({"models": there})
+        return _answer({"models": there, "report": report})
 
     async def model(self, run: str, version: str) -> Response:
         source = self.source(run)
-        found = next((one for one in (await self._models(source)).there if str(one.version) == version), None)
+        kept = await self._models(source)
+        found = next((one for one in kept.there if str(one.version) == version), None) if kept is not None else None
         if found is None:
             raise RunFolderError(f"model {version[:20]} is not kept, or there is none")
         name = f"{_plain(source.name)}-model-{found.version}.safetensors"
         return FileResponse(found.file, media_type="application/octet-stream", headers=HEADERS, filename=name)
 
-    async def _models(self, source: Source) -> Models:
-        return await self._read(lambda: read_models(source.folder))
+    async def _models(self, source: Source) -> Models | None:
+        """None: of a simulation, which keeps none."""
+
+        def look() -> Models | None:
+            with LedgerReader(source.folder / FILE) as ledger:
+                if "first_model" not in ledger.meta:
+                    return None
+            return read_models(source.folder)
+
+        return await self._read(look)
 
     async def report(self, run: str) -> Response:
         source = self.source(run)
-        path = source.folder / "report.html"
+        path = source.folder / REPORT
         if not path.is_file():
             raise RunFolderError("there is no report yet: `fedqueue report RUN` makes it")
         name = f"{_plain(source.name)}-report.html"

@@ -55,9 +55,12 @@ class Chart {
 
 const axis = (more) => ({ stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, ...more });
 
+const STEPS = [-3, -2, -1, 0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+const models = () => axis({ label: "model", labelSize: 18, size: 32, incrs: STEPS.filter((step) => step >= 1) });
+
 function axes(length, y, more = []) {
   const { size, name } = unitOf(length);
-  const x = axis({ label: `run clock, ${name}`, labelSize: 18, size: 32, values: (_, ticks) => ticks.map((tick) => Number((tick / size).toPrecision(5))) });
+  const x = axis({ label: `run clock, ${name}`, labelSize: 18, size: 32, incrs: STEPS.map((step) => step * size), values: (_, ticks) => ticks.map((tick) => Number((tick / size).toPrecision(5))) });
   return [x, axis({ size: 56, ...y }), ...more.map(axis)];
 }
 
@@ -126,7 +129,7 @@ export class Charts {
     const order = facilities.map((_, n) => facilities.length - 1 - n); // the highest is drawn first
     this.weights.show([rounds.version, ...order.map((n) => stacked[n])], facilities.join(" "), () => ({
       scales: { ...scales, y: { range: (_, min, max) => [0, Math.max(max, 0.01)] } }, cursor,
-      axes: [axis({ label: "model", labelSize: 18, size: 32 }), axis({ size: 56 })],
+      axes: [models(), axis({ size: 56 })],
       bands: order.slice(0, -1).map((_, n) => ({ series: [n + 1, n + 2], fill: `${colourOf(order[n])}99` })),
       series: [{ label: "model" }, ...order.map((n, place) => ({ label: facilities[n], stroke: colourOf(n), width: 1, points: { show: false },
         fill: place === order.length - 1 ? `${colourOf(n)}99` : undefined, paths: uPlot.paths.stepped({ align: -1 }),
@@ -139,7 +142,7 @@ export class Charts {
     const { rounds } = this.data;
     this.agreement.show([rounds.version, rounds.agreement, rounds.staleness, rounds.deferred], "agreement", () => ({
       scales: { ...scales, y: { range: [0, 1] }, number: { range: (_, min, max) => [0, Math.max(max, 2)] } }, cursor,
-      axes: [axis({ label: "model", labelSize: 18, size: 32 }), axis({ size: 56 }), axis({ scale: "number", side: 1, size: 40, grid: { show: false } })],
+      axes: [models(), axis({ size: 56 }), axis({ scale: "number", side: 1, size: 40, grid: { show: false } })],
       series: [{ label: "model" },
         { label: "agreement (left)", stroke: colour("upload"), width: 2, spanGaps: true, value: (_, value) => (value === null || value === undefined ? "-" : value.toFixed(2)) },
         { label: "staleness, most (right)", scale: "number", stroke: colour("lost"), width: 1.5, paths: uPlot.paths.stepped({ align: -1 }), points: { show: false } },

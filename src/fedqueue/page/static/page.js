@@ -2,7 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { Log } from "./log.js";
-import { NotAllowed, download, get, listen, post, setKey, takeKey } from "./server.js";
+import { NotAllowed, download, get, hasKey, listen, post, setKey, takeKey } from "./server.js";
 import { Timeline, legend } from "./timeline.js";
 import { at, count, fill, hours, make, percent, span } from "./words.js";
 
@@ -34,7 +34,7 @@ function signIn(why) {
 }
 
 byId("access-file").addEventListener("change", async (event) => { byId("credential").value = (await event.target.files[0]?.text()) ?? ""; });
-byId("sign-in").addEventListener("submit", (event) => {
+byId("sign-in-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("credential").value);
   byId("credential").value = "";
@@ -98,10 +98,11 @@ function showFederation(found) {
 // The run as it is now ------------------------------------------------------------------------------------
 
 function told(found) {
-  const first = state === null;
+  const first = state === null || state.read < 1;
   state = found;
   received = performance.now();
   showState();
+  if (state.read < 1) return;
   timeline.reached(now(), state.facilities.map((facility) => facility.name));
   log.names(state.facilities.map((facility) => facility.name));
   if (first) { showDownloads(); refresh(); } else due ??= setTimeout(refresh, CHARTS_EVERY);
@@ -133,7 +134,10 @@ function tile(name, value, more) {
 function showState() {
   document.title = `${state.wrong.length ? "(!) " : ""}${state.run}: ${state.state}`;
   show("title", state.run);
-  show("state", state.read < 1 ? `reading the ledger: ${Math.floor(100 * state.read)} %` : state.state);
+  show("reading", `reading the ledger: ${Math.floor(100 * state.read)} %`);
+  byId("reading").hidden = state.read === 1;
+  byId("known").hidden = state.read < 1; // what was so in the middle of the run would be taken for what is so now
+  show("state", state.state);
   showWrong();
   showTiles();
   showFacilities();
@@ -143,7 +147,7 @@ function showState() {
 function showWrong() {
   byId("wrong").hidden = state.wrong.length === 0;
   byId("wrong-list").replaceChildren(...state.wrong.map((one) => make("li", {},
-    make("strong", {}, one.facility ? `${one.facility}: ${one.what}` : one.what), one.seconds === null ? "" : ` for ${span(one.seconds + since())}`, one.why ? `: ${one.why}` : "")));
+    make("strong", {}, one.facility ? `${one.facility}: ${one.what}` : one.what), one.seconds === null ? "" : ` for ${span(one.seconds + since())}`, one.at === null ? "" : ` since ${at(one.at)} on the run clock`, one.why ? `: ${one.why}` : "")));
 }
 
 function showTiles() {
@@ -181,6 +185,8 @@ function doing(facility) {
 }
 
 function showFacilities() {
+  const selected = getSelection();
+  if (!selected.isCollapsed && byId("facilities").contains(selected.anchorNode)) return; // somebody copies from it
   const heard = state.facilities.some((facility) => facility.heard_seconds_ago !== null);
   fill(byId("facilities"), "", ["facility", "state", "now", ...(heard ? ["heard of"] : []), "failures", "nodes", "idle"], state.facilities.map((facility) => [
     facility.name, facility.state, doing(facility), ...(heard ? [[facility.heard_seconds_ago === null ? "not yet" : `${span(facility.heard_seconds_ago + since())} ago`]] : []),
@@ -188,7 +194,7 @@ function showFacilities() {
 }
 
 setInterval(() => {
-  if (state === null || document.hidden || !(state.ticking || state.wrong.length)) return;
+  if (state === null || state.read < 1 || document.hidden || !(state.ticking || state.wrong.length)) return;
   showWrong();
   showTiles();
   showFacilities();
@@ -211,8 +217,9 @@ function showSteer() {
     made.addEventListener("click", () => steer(text, address, ask));
     return made;
   };
-  place.replaceChildren(
-    ...words.map((word) => button(WORDS[word][0], `run/${word}`, word === "stop" ? "bad" : null, word === "stop" ? `Stop ${state.run} for good? Jobs under way are cancelled.` : null)),
+  byId("steer-run").replaceChildren(
+    ...words.map((word) => button(WORDS[word][0], `run/${word}`, word === "stop" ? "bad" : null, word === "stop" ? `Stop ${state.run} for good? Jobs under way are cancelled.` : null)));
+  byId("steer-facilities").replaceChildren(
     ...drains.map(([name, word]) => button(`${word} ${name}`, `facilities/${encodeURIComponent(name)}/${word}`, null, null)));
 }
 
@@ -245,13 +252,19 @@ async function showDownloads() {
     return made;
   };
   const place = byId("downloads");
-  place.replaceChildren(button("ledger (JSON lines)", "ledger", `${name}.jsonl`), button("report", "report", `${name}-report.html`));
+  place.replaceChildren(...(hasKey() ? [] : ["With a credential alone."]));
+  if (!hasKey()) return;
   try {
-    for (const model of (await get(path("models"))).models) {
+    const kept = await get(path("models"));
+    place.append(button("ledger (JSON lines)", "ledger", `${name}.jsonl`));
+    if (kept.report) place.append(button("report", "report", `${name}-report.html`));
+    for (const model of kept.models) {
       const words = [model.best ? "best" : null, model.newest ? "newest" : null].filter((word) => word !== null).join(", ");
       if (words) place.append(button(`model ${model.version} (${words})`, `models/${model.version}`, `${name}-model-${model.version}.safetensors`));
     }
-  } catch { /* a simulation keeps none, and not everybody may have them */ }
+  } catch (error) {
+    show("downloaded", error.message);
+  }
 }
 
 legend(byId("legend"));

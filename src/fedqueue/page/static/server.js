@@ -23,6 +23,8 @@ export function setKey(text) {
   sessionStorage.setItem(KEY, key);
 }
 
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
 function headers(more = {}) {
   const key = sessionStorage.getItem(KEY);
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
