@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Dialog, Page, sync_playwright
 
 from tests.waiting import LONGEST, wait_for
 
@@ -52,13 +52,17 @@ class Tab:
         self._bytes: dict[str, int] = {}  # of each request
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("dialog", self._alerted)
         self.page.on("request", lambda request: self.asked.append(request.url))
         wire = self.context.new_cdp_session(self.page)
         wire.send("Network.enable")
         wire.on("Network.dataReceived", self._received)
         wire.on("Network.loadingFinished", self._finished)
         self.page.goto(url)
+
+    def _alerted(self, dialog: Dialog) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def _received(self, event: dict[str, Any]) -> None:
         """So far, of one that goes on."""

@@ -421,11 +421,8 @@ def address(federation: Federation, user: str = "") -> str:
 
 
 def model(seen: Any) -> int:
-    return int(
-        seen.page.evaluate(
-            "[...document.querySelectorAll('#glance dt')].find((one) => one.textContent === 'model').nextSibling.textContent"
-        )
-    )
+    script = "Object.fromEntries([...document.querySelectorAll('#glance dt')].map((one) => [one.textContent, one]))"
+    return int(seen.page.evaluate(f"({script}).model.nextSibling.textContent"))
 
 
 def test_a_viewer_signs_in_and_sees_a_run_go_on(browser: Browser, federation: Federation) -> None:

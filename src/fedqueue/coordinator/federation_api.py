@@ -91,6 +91,9 @@ class FederationApi(Service):
         runs = [{**body(run), "id": run.run, "folder": ""} for run in found.runs]
         return {"sites": [body(site) for site in found.sites], "runs": runs}
 
+    def at_work(self) -> list[Coordinator]:
+        return [run.api.coordinator for run in self.federation.runs.values() if run.api is not None]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To one of the runs, or to the federation itself."""
         _, _, below = str(scope["path"]).partition("/runs/")

@@ -188,6 +188,9 @@ class Api(Service):
     async def overview(self) -> dict[str, Any]:
         return {}
 
+    def at_work(self) -> list[Coordinator]:
+        return [self.coordinator]
+
     async def ask(self, question: Callable[[], T]) -> T:
         """Have the coordinator's thread do this, unless who asks was revoked, which is done there too."""
         may_still_ask = _may_still_ask.get()

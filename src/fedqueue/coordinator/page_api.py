@@ -1,10 +1,11 @@
-"""The live page at the address of a run or a federation. What it asks needs the right to look, unless the operator has
-opened reading to everybody; what it has done goes through the endpoints that there are for that."""
+"""The live page at the address of a run or a federation, and figures for Prometheus. To ask needs the right to look,
+unless the operator has opened reading to everybody; what the page has done goes through the endpoints for that."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from fedqueue.coordinator.access import Access
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.endpoints import Call, Endpoint
+from fedqueue.coordinator.prometheus import Measured, exposition, measured
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.coordinator.status import status
 from fedqueue.errors import ConfigError, FedQueueError
@@ -27,6 +29,9 @@ class HasPages(Protocol):
 
     async def overview(self) -> Mapping[str, Any]:
         """What the page is told beside the runs, such as sites."""
+
+    def at_work(self) -> Sequence[Coordinator]:
+        """Of the runs here."""
 
 
 def status_of(coordinator: Coordinator, access: Access) -> Callable[[], Awaitable[RunStatus]]:
@@ -72,6 +77,17 @@ async def _runs(api: HasPages, call: Call) -> Response:
     return _pages(api).runs(await api.overview())
 
 
+async def _metrics(api: HasPages, call: Call) -> Response:
+    _pages(api)
+    asked = [asyncio.wrap_future(one.ask(partial(measured, one, api.access))) for one in api.at_work()]
+    found = await asyncio.gather(*asked, return_exceptions=True)  # a run that cannot answer now has no figures now
+    try:
+        text = exposition([one for one in found if isinstance(one, Measured)])
+    except ModuleNotFoundError:
+        raise Refused(404, "this server lacks prometheus-client: pip install 'fedqueue[metrics]'") from None
+    return Response(text, media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
 async def _state(pages: Pages, call: Call, may: Sequence[str]) -> Response:
     run, headers = call.path["run"], call.request.headers
     if "text/event-stream" in headers.get("accept", ""):
@@ -115,6 +131,7 @@ PAGE: Final = (
     Endpoint(method="GET", path="/", right=None, handle=_telling(_file), about="the live page"),
     Endpoint(method="GET", path="/page/{file}", right=None, handle=_telling(_file), about="a file of it"),
     Endpoint(method="GET", path="/v1/page", right="look", handle=_runs, about="runs that have a page", public=True),
+    Endpoint(method="GET", path="/metrics", right="look", handle=_metrics, about="for Prometheus", public=True),
     _row(f"{RUN}/state", _state, "a run as it is now; always, as server-sent events", public=True),
     _row(f"{RUN}/timeline", _timeline, "what facilities did: since and until, in seconds", public=True),
     _row(f"{RUN}/charts", _charts, "the curves of a run", public=True),

@@ -93,8 +93,8 @@ def _cut_off(follower: Follower) -> str:
 
 
 def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answer]:
-    """What is wrong now, where, and for how many seconds; the worst first. While the run stands still, since when on the
-    run clock, which then stands too."""
+    """What is wrong now, where, and for how many seconds; the worst first. While the run stands still, `at` says since
+    when on the run clock, which stands too."""
     now, wrong = found.run_seconds, []
     if follower.state.stopped is not None:
         return []

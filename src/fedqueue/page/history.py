@@ -128,7 +128,7 @@ class History:
             for kind, since, until in job.bars():
                 bars.add(KINDS.index(kind), since, until, number)
             for name, span in spent(job):
-                seconds[name] += span
+                seconds[name] += max(0.0, span)  # of other clocks
             self.marks[job.facility] += [(at, MARKS.index(mark), job.job_id) for mark, at in job.marks()]
         self._taken = len(self._jobs.over)
 
