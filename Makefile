@@ -23,9 +23,11 @@ check: $(READY)
 benchmark: $(READY)
 	$(BIN)/python -m benchmarks --json benchmarks/results.json
 
-$(READY): pyproject.toml reproduction/pyproject.toml constraints.txt
+# Every file that is installed has one of the hashes in requirements.lock, which `python supply/lock.py` makes.
+$(READY): pyproject.toml reproduction/pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable reproduction
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable reproduction
 	touch $@
 
 clean:

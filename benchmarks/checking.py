@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figure import Figure
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.coordinator.store import Store
 from fedqueue.tensorbytes import checksum
 
@@ -38,16 +38,16 @@ def measure() -> list[Figure]:
         kept = Store(Path(folder))
         current, *trained = [make(kept, seed) for seed in range(1 + UPDATES)]
         contributions = [
-            tensorfile.FileContribution(weight=0.2, trained=path, base=current, base_key=0) for path in trained
+            tensorsum.FileContribution(weight=0.2, trained=path, base=current, base_key=0) for path in trained
         ]
         out = Path(folder) / "out"
 
         def checked(store: Store) -> None:
             with store.checking() as expected:
-                tensorfile.aggregate(current, contributions, "add_deltas", out, content=expected)
+                tensorsum.aggregate(current, contributions, "add_deltas", out, content=expected)
 
         ways: dict[str, Callable[[], object]] = {
-            "unchecked": lambda: tensorfile.aggregate(current, contributions, "add_deltas", out),
+            "unchecked": lambda: tensorsum.aggregate(current, contributions, "add_deltas", out),
             "checked": lambda: checked(kept),
             "hashed": lambda: checked(Store(Path(folder))),  # which has not looked at any file yet
         }

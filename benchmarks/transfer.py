@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figure import Figure
-from fedqueue.tensorfile import Content, FileContribution, aggregate, check, write
+from fedqueue.tensorfile import Content, check, write
+from fedqueue.tensorsum import FileContribution, aggregate
 
 GB = 1e9
 SIZE = 2_000_000_000

@@ -207,8 +207,16 @@ class Facility:
         return path
 
     def commit(self, path: str, base_version: int, **changes: Any) -> dict[str, Any]:
+        """As an agent does it: while the update is being checked it asks again."""
         handin = {"base_version": base_version, "steps_done": 10, "train_seconds": 1.0, "admission_delay": 0.5}
-        return self.client.call("POST", path, {**handin, **changes})
+        answers: list[dict[str, Any]] = []
+
+        def decided() -> bool:
+            answers.append(self.client.call("POST", path, {**handin, **changes}))
+            return bool(answers[-1]["status"] != "checking")
+
+        wait_for(decided, "what becomes of the update")
+        return answers[-1]
 
     def hand_in(self, order: JobOrder, content: bytes, digest: str | None = None) -> dict[str, Any]:
         """Trained from the version of its assignment, or from the first."""
@@ -253,7 +261,7 @@ def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any
     strategy = {**(ONE_A_ROUND if settings["strategy"] == "jit" else {}), **settings.pop("options", {})}
     server = {"host": "127.0.0.1", "port": 0, "wait_for": 1, **settings.pop("server", {})}
     evaluation = {"where": settings.pop("scored_by", "nowhere"), **settings.pop("evaluation", {})}
-    failures = settings.pop("failures", {})
+    failures, trust = settings.pop("failures", {}), settings.pop("trust", {})
     megabytes = settings.pop("megabytes", VALUES * 4 / 1e6)
     lines = [
         "[run]",
@@ -268,6 +276,8 @@ def config_file(folder: Path, facilities: Sequence[str] = FACILITIES, **run: Any
         *_lines(server),
         "[failures]",
         *_lines(failures),
+        "[trust]",
+        *_lines(trust),
         f"[strategy.{settings['strategy']}]",
         *_lines(strategy),
     ]

@@ -167,6 +167,10 @@ class Cluster:
             for _ in range(jobs)
         ]
 
+    def waiting(self) -> list[str]:
+        """Jobs that have not started, by number."""
+        return self.call("squeue", "--noheader", "--states=PENDING", "--format=%i").split()
+
     def clear(self) -> None:
         """End every job and wait for the nodes to be free."""
         self.call("scancel", f"--user={getpass.getuser()}")

@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedqueue import tensorfile
+from fedqueue import tensorsum
 from fedqueue.aggregate import StateDict
 from fedqueue.config import parse
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.sim.learning import RealLearning
 from fedqueue.sim.runner import simulate
-from fedqueue.tensorfile import FileContribution, write
+from fedqueue.tensorfile import write
+from fedqueue.tensorsum import FileContribution
 from fedqueue.training.tasks import make_task
 from tests.conftest import facility
 
@@ -49,13 +50,13 @@ class InFiles(RealLearning):
         wanted = self._models[command.to_version]
         if files:
             is_first = command.from_version == 0
-            tensorfile.aggregate(current, files, command.rule, out := self._folder / "out", from_first=is_first)
+            tensorsum.aggregate(current, files, command.rule, out := self._folder / "out", from_first=is_first)
             made = load_file(out)
             assert made.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert torch.equal(made[name], tensor), f"{name} of model {command.to_version}"
         fresh = [file for file, share in zip(files, command.weights, strict=True) if not share.again]
-        assert found == (pytest.approx(tensorfile.agreement(fresh)) if command.agreement else None)
+        assert found == (pytest.approx(tensorsum.agreement(fresh)) if command.agreement else None)
         self.agreements[found is not None] += 1
         return found
 
@@ -90,7 +91,7 @@ def test_models_with_stand_ins_are_the_same_from_memory_and_from_files_to_the_bi
 MEASURE = """
 import sys, threading
 from pathlib import Path
-from fedqueue.tensorfile import FileContribution, aggregate
+from fedqueue.tensorsum import FileContribution, aggregate
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

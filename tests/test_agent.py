@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.jobs import Jobs
 from fedqueue.agent.journal import Closed, Notes, Received, SiteJob
+from fedqueue.agent.masking import Masking
 from fedqueue.agent.schedulers import LocalSettings, SubmitRefusedError, make_scheduler
 from fedqueue.agent.settings import AgentConfig, AgentSettings
 from fedqueue.agent.transfers import Delivery, ModelCache
@@ -70,7 +71,7 @@ def turn_until(delivery: Delivery, true: Callable[[], bool]) -> None:
 def test_a_verdict_that_was_lost_on_its_way_is_asked_for_again(jobs: Jobs, said: list[str]) -> None:
     """The coordinator was killed when it had settled the update: the job is closed, and the bytes are not wanted."""
     coordinator = Coordinator()
-    delivery = Delivery(jobs, coordinator)  # type: ignore[arg-type]
+    delivery = Delivery(jobs, coordinator, Masking(jobs, coordinator, cast(Any, None)))  # type: ignore[arg-type]
     ended_job(jobs)
     work = jobs.memory.works[0]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedqueue import aggregate as module
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.aggregate import Contribution, StateDict, aggregate, misfit
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -182,7 +182,7 @@ def test_agreement_is_the_same_from_memory_and_from_files(
         paths = folder / f"base{place}", folder / f"trained{number}"
         for path, tensors in zip(paths, (base, trained), strict=True):
             tensorfile.write(path, {name: tensor.numpy() for name, tensor in tensors.items()})
-        outside.append(tensorfile.FileContribution(weight=weight, trained=paths[1], base=paths[0], base_key=place))
+        outside.append(tensorsum.FileContribution(weight=weight, trained=paths[1], base=paths[0], base_key=place))
     found = module.agreement(inside, module.roles_of(bases[0]))
-    assert tensorfile.agreement(outside) == (None if found is None else pytest.approx(found))
+    assert tensorsum.agreement(outside) == (None if found is None else pytest.approx(found))
     assert found is None or 0 <= found <= 1 + 1e-9

@@ -18,6 +18,7 @@ from fedqueue.errors import ConfigError, DataError
 from fedqueue.training.causal_settings import FieldSettings
 from fedqueue.training.instructions import PLAIN_TEMPLATE, Conversation, read_conversations, tokenize, with_template
 from fedqueue.training.job import TaskSettings
+from tests.conftest import facility
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="needs fedqueue[lm]")
@@ -340,3 +341,194 @@ def test_one_file_is_shared_out_by_a_label(files: Path) -> None:
     assert sum(make(files, train=shared, label="kind").data_sizes()) == len(ROWS)
     with pytest.raises(ConfigError, match=r"needs task\.options\.label"):
         make(files, train=shared)
+
+
+def trained_alike(one: Any, other: Any, first: dict[str, Any]) -> bool:
+    """Adam makes steps of one size of gradients of any size: those near zero may turn."""
+    moved = [(one.model[name] - other.model[name]).abs() for name in first]
+    close = sum(float((d > 1e-5).sum()) for d in moved) < 0.01 * sum(d.numel() for d in moved)
+    same = (one.samples, one.loss) == (other.samples, pytest.approx(other.loss, rel=1e-5))
+    return close and same and distance(one.model, first) > 1e-4
+
+
+def test_steps_that_are_recorded_are_those_that_are_written(files: Path) -> None:
+    """On a processor, where nothing is recorded but the same is done: masks, means over the answers, the optimizer."""
+    for options in ({}, {"packing": False, "sequences_at_once": 3}):
+        task = make(files, batch_size=4, facilities=1, **options)
+        first = task.initial_model()
+        written = [task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key) for key in (1, 2)]
+        assert "not on an accelerator" in task._why_not_recorded
+        task._why_not_recorded = None
+        task.record_steps()
+        for key, before in zip((1, 2), written, strict=True):  # what the first leaves does not reach the second
+            again = task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key)
+            assert trained_alike(again, before, first)
+        assert len(task._recorded) == 1
+
+
+def test_layers_are_compiled_once_and_train_as_they_are_written(files: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    plain, compiled = make(files, facilities=1), make(files, facilities=1, compile=True)
+    first = plain.initial_model()
+    counters.clear()
+    after = [task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=1) for task in (plain, compiled)]
+    assert trained_alike(after[1], after[0], first)
+    assert counters["stats"]["unique_graphs"] == 1, "five layers that are alike, and nothing else"
+    scores = [task.score(trained.model)["loss"] for task, trained in zip((plain, compiled), after, strict=True)]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1, "sequences of any length are scored without compiling"
+
+
+def test_runs_side_by_side_are_those_of_runs_alone_and_their_records_have_every_facility(files: Path) -> None:
+    from fedqueue_reproduction.record import run_record
+    from fedqueue_reproduction.side_by_side import run_side_by_side
+
+    rows = [
+        {**row, "kind": str(row["instruction"]).split()[-1], "use": "test" if n % 4 == 0 else "train"}
+        for n, row in enumerate(ROWS)
+    ]
+    write(files / "all.jsonl", rows)
+    task = {
+        "name": "causal-lm",
+        "optimizer": "adamw",
+        "batch_size": 2,
+        "options": {
+            "model": str(STORIES),
+            "train": "all.jsonl",
+            "test": "all.jsonl",
+            "split": "use",
+            "label": "kind",
+            "labels": {"north": ["dogs?", "ants?"], "south": ["birds?"]},
+            "sequence_length": 192,
+            "answers": 1,
+            "answer_tokens": 2,
+        },
+    }
+    configs = [
+        parse(
+            {
+                "run": {"strategy": strategy, "seconds": 40.0, "round_length": 10.0, "learning_rate": 1e-3},
+                "task": task,
+                "strategy": {"fedqueue": {"min_steps": 1}, "fedasync": {"steps": 2}},
+                "facility": [facility("north", steps_per_second=0.4), facility("south", steps_per_second=0.2)],
+            },
+            folder=files,
+        )
+        for strategy in ("fedqueue", "fedasync", "fedqueue")
+    ]
+    keep = ("answers", "errors", "facilities")
+
+    def work(number: int, learned: Any) -> dict[str, Any]:
+        return run_record(configs[number], learned, keep=keep)
+
+    found = dict(run_side_by_side(configs, work, device="cpu", at_once=2))
+    assert set(found) == {0, 1, 2}
+    for number, record in found.items():
+        alone = run_record(configs[number], keep=keep)
+        assert {**record, "wall_seconds": 0} == {**alone, "wall_seconds": 0}
+        theirs = record["facilities"]
+        for key in ("admitted", "deferred"):
+            assert sum(one[key] for one in theirs.values()) == record["updates"][key]
+        assert sum(one["submitted"] for one in theirs.values()) == record["jobs"]["submitted"]
+        assert all([at for at, _ in one["losses"]] == [at for at, *_ in record["curve"]] for one in theirs.values())
+        assert record["loss"]["final"] == -record["score"]["final"]
+        assert record["first_loss"] > record["loss"]["least"], "it learns"
+        assert {"exact_match/north", "exact_match/south"} <= set(record["answers"])
+
+
+# Files ----------------------------------------------------------------------------------------------------
+
+
+def test_one_file_has_all_questions_of_all_facilities_for_training_and_testing(files: Path) -> None:
+    kinds = {"dogs": "mammals", "birds": "birds", "ants": "insects"}
+    rows = [
+        {**row, "kind": kinds[str(row["instruction"]).split()[-1][:-1]], "use": "test" if number % 4 == 0 else "train"}
+        for number, row in enumerate(ROWS)
+    ]
+    write(files / "all.jsonl", rows)
+    shared: dict[str, Any] = {"train": str(files / "all.jsonl"), "test": str(files / "all.jsonl")}
+    chosen: dict[str, Any] = {"split": "use", "label": "kind"}
+    labels = {"north": ["mammals", "insects"], "south": ["birds"]}
+    task = make(files, **shared, **chosen, labels=labels)
+    assert task.data_sizes() == (6, 3)
+    first = task.initial_model()
+    found = task.score(first)
+    for name in labels:
+        own = write(
+            files / f"own-{name}.jsonl", [row for row in rows if row["kind"] in labels[name] and row["use"] == "test"]
+        )
+        assert found[f"loss/{name}"] == pytest.approx(make(files, test=str(own)).score(first)["loss"], rel=1e-5)
+    answers = task.examine(first)
+    assert {"exact_match", "exact_match/north", "exact_match/south"} <= set(answers)
+    assert "loss" not in answers, "that is what its score is for"
+    with pytest.raises(ConfigError, match=r"labels\.south: no record has 'fish'"):
+        make(files, **shared, **chosen, labels={"north": ["birds"], "south": ["fish"]}).data_sizes()
+    with pytest.raises(DataError, match=r"all\.jsonl, line 1: has no field 'part', by which task\.options\.split"):
+        make(files, **shared, split="part", label="kind", labels=labels).data_sizes()
+    with pytest.raises(ConfigError, match="labels needs label"):
+        make(files, **shared, labels=labels)
+
+
+def test_gguf_file_has_the_model_of_the_folder_it_was_made_of_and_trains(files: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs fedqueue[gguf]")
+    from safetensors.torch import load_file
+
+    config = json.loads((STORIES / "config.json").read_text())
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(files / "small.gguf", "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(groups)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    for name, tensor in load_file(STORIES / "model.safetensors").items():
+        place = gguf_name(name)
+        if "attn_q" in place or "attn_k" in place:  # the two halves of a head are interleaved there
+            count = heads if "attn_q" in place else groups
+            rows, width = tensor.shape
+            tensor = tensor.view(count, 2, rows // count // 2, width).swapaxes(1, 2).reshape(rows, width)
+        writer.add_tensor(place, tensor.float().numpy())
+    # A token a byte, one of two bytes, and others that no text has.
+    letters = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)))]
+    letters.append("ow")
+    fillers = (f"<{number}>" for number in range(config["vocab_size"] - 2 - len(letters)))
+    tokens = [*letters, *fillers, "<s>", "</s>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["o w"])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    folder, file = make(files), make(files, model=str(files / "small.gguf"), sequence_length=384)
+    assert distance(folder.initial_model(), file.initial_model()) < 1e-6
+    trained = file.train(facility=0, model=file.initial_model(), steps=2, learning_rate=1e-4, key=1)
+    assert distance(trained.model, file.initial_model()) > 1e-5
+    assert file.score(trained.model)["loss"] < file.score(file.initial_model())["loss"]
+
+
+def gguf_name(name: str) -> str:
+    """
+    >>> gguf_name("model.layers.3.self_attn.q_proj.weight")
+    'blk.3.attn_q.weight'
+    """
+    parts = {
+        **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+        **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "model.layers": "blk",
+        "lm_head": "output",
+    }
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name

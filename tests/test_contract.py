@@ -18,7 +18,7 @@ import fedqueue
 from fedqueue import PROTOCOL
 from fedqueue.agent.journal import FILE as JOURNAL
 from fedqueue.agent.journal import KEPT_UNSCORED, Closed, Notes, NotScored, RunOver, Scoring, SiteJob
-from fedqueue.coordinator.protocol_1 import in_protocol_1
+from fedqueue.coordinator.older_protocol import in_older_words
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.protocol.codec import body, encode, inline, later, message, read
 from fedqueue.protocol.contract import (
@@ -189,7 +189,7 @@ def test_chains_and_standing_work_in_the_words_of_the_protocol_before() -> None:
     fields = {"next_cutoff": -2.5, "round_length": 10.0, "steps_per_second": 4.0, "overhead": 1.0, "min_steps": 1}
     standing = Standing(version=1, learning_rate=0.1, **fields)  # type: ignore[arg-type]
     posted = PostedWork(number=7, model=ModelFile(version=1, sha256="a" * 64), standing=standing)
-    older = json.loads(encode(in_protocol_1(Answer(received=0, orders=[JOB], cancel=[], standing=posted))))
+    older = json.loads(encode(in_older_words(Answer(received=0, orders=[JOB], cancel=[], standing=posted))))
     assert (older["orders"][0]["sequence"], older["orders"][0]["after"]) == (3, 2)
     assert older["standing"].pop("next_cutoff_in") == -2.5
     assert set(older["standing"]) == {*body(standing), "number", "model"} - {"next_cutoff"}
@@ -255,7 +255,7 @@ def test_an_order_has_three_shapes() -> None:
                 names = {ast.unparse(line.target) for line in part.body if isinstance(line, ast.AnnAssign)}
                 if len(names & fields) >= 4:
                     alike.append(f"{path.relative_to(source)}:{part.name}")
-    assert alike == ["coordinator/protocol_1.py:OldOrder", "protocol/contract.py:Order"]
+    assert alike == ["coordinator/older_protocol.py:OldOrder", "protocol/contract.py:Order"]
     written = body(JOB.order).items()
     assert written <= body(JOB).items()
     on_disk = OrderFile(protocol=PROTOCOL, standing="s", state_dir="d", order=JOB.order)

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import fedqueue
+from fedqueue.agent.privacy import PrivacySettings
 from fedqueue.agent.settings import AgentSettings, OfferSettings
 from fedqueue.cli import main
 from fedqueue.config import Config, QueueSettings, load
@@ -36,7 +37,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STRATEGY_PAGE = ROOT / "docs" / "writing-a-strategy.md"
 OPTIONAL = {
     *("torch", "sklearn", "matplotlib", "safetensors", "transformers", "lightning", "pytorch_lightning", "peft"),
-    *("uvicorn", "starlette", "cryptography"),
+    *("uvicorn", "starlette", "cryptography", "dp_accounting"),
 }
 
 
@@ -122,6 +123,7 @@ def sections() -> dict[str, type]:
     language = {"": CausalSettings, ".fields": FieldSettings, ".lora": LoraSettings}
     found |= {f"[task.options{part}]": kind for part, kind in language.items()}
     found |= {"[agent]": AgentSettings, "[offer.NAME]": OfferSettings, "[[share]]": ShareSettings}
+    found["[privacy]"] = PrivacySettings
     for kind in get_args(QueueSettings):
         found[f'queue.kind = "{get_args(get_type_hints(kind)["kind"])[0]}"'] = kind
     return found

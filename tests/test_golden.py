@@ -353,6 +353,28 @@ def test_models_that_are_taken_back_are_as_written_down(request: pytest.FixtureR
     compare("rolled-back", text_of([(event, list(strategy.handle(event))) for event in events]), request)
 
 
+def test_what_would_stall_a_round_is_as_written_down(request: pytest.FixtureRequest) -> None:
+    """South says for ever that its job waits; what west hands in cannot be summed. North alone is in the model."""
+    profiles = (FacilityProfile(name=n, data_weight=1 / 3, steps_per_second=10.0) for n in ("north", "south", "west"))
+    plan = Plan(facilities=tuple(profiles), round_length=10.0, rounds=2, overdue_seconds=30.0)
+    strategy = STRATEGIES["fedavg"](plan, STRATEGIES["fedavg"].Options(steps=50))
+    receipt = Receipt(
+        job_id="north/0", attempt=0, base_version=0, steps_done=50, train_seconds=5.0, admission_delay=2.0
+    )
+    events: list[Event] = [
+        RunStarted(at=0.0),
+        messages.JobSubmitted(at=1.0, job_id="south/0"),
+        UpdateArrived(at=8.0, receipt=receipt),
+        UpdateArrived(at=9.0, receipt=replace(receipt, job_id="west/0")),
+        messages.TimerFired(at=30.0, key="overdue/0/south"),
+        messages.TimerFired(at=31.0, key="overdue/0/south"),
+        messages.UpdatesUnusable(at=31.5, version=1, facility="west", reason="tensor 'w' is not finite once summed"),
+        messages.ModelReady(at=32.0, version=1),
+        UpdateArrived(at=33.0, receipt=replace(receipt, job_id="south/0")),
+    ]
+    compare("stalls", text_of([(event, list(strategy.handle(event))) for event in events]), request)
+
+
 def compare(name: str, text: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.txt"
     if request.config.getoption("--update-golden"):
@@ -372,4 +394,11 @@ def test_every_kind_of_event_command_and_record_appears_in_some_golden_trace() -
 
 
 def test_golden_folder_holds_nothing_else() -> None:
-    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*SCENARIOS, "jit-rounds-auto", "operator", "rolled-back", "stop"}
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {
+        *SCENARIOS,
+        "jit-rounds-auto",
+        "operator",
+        "rolled-back",
+        "stalls",
+        "stop",
+    }

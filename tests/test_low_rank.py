@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.aggregate import Contribution, StateDict, aggregate
 from fedqueue.config import parse
 from fedqueue.errors import ConfigError
@@ -78,10 +78,10 @@ def test_from_file_to_file_it_is_the_same_sum(tmp_path: Path) -> None:
     for name, model in models.items():
         save_file(model, tmp_path / name, metadata=declaration(ROLES))
     shares = [(0.5, "x", "c"), (0.25, "y", "z")]  # one of them stale
-    tensorfile.aggregate(
+    tensorsum.aggregate(
         tmp_path / "c",
         [
-            tensorfile.FileContribution(weight=w, trained=tmp_path / t, base=tmp_path / b, base_key=b)
+            tensorsum.FileContribution(weight=w, trained=tmp_path / t, base=tmp_path / b, base_key=b)
             for w, t, b in shares
         ],
         "add_deltas",
@@ -142,8 +142,8 @@ def test_so_do_rules_for_when_some_lie() -> None:
 def test_adapters_in_half_precision_are_summed_in_double(tmp_path: Path) -> None:
     for seed, name in enumerate("cx"):
         save_file({k: t.bfloat16() for k, t in adapters(seed).items()}, tmp_path / name, metadata=declaration(ROLES))
-    share = tensorfile.FileContribution(weight=1.0, trained=tmp_path / "x", base=tmp_path / "c", base_key=0)
-    tensorfile.aggregate(tmp_path / "c", [share], "add_deltas", tmp_path / "out")
+    share = tensorsum.FileContribution(weight=1.0, trained=tmp_path / "x", base=tmp_path / "c", base_key=0)
+    tensorsum.aggregate(tmp_path / "c", [share], "add_deltas", tmp_path / "out")
     made, trained = load_file(tmp_path / "out"), load_file(tmp_path / "x")
     for name in ROLES:
         assert made[name].dtype == torch.bfloat16

@@ -190,7 +190,7 @@ def test_agent_that_can_do_nothing_is_not_waited_for_but_its_words_are_shown(tmp
 def test_agent_of_the_protocol_before_is_taken_and_one_of_another_is_told(served: Served) -> None:
     body = json.dumps({"journal": "a" * 16, "session": "b" * 16, "generation": 1, "poll_seconds": 5.0}).encode()
     credential = served.enrol("north")
-    for protocol, status in ((2, 200), (1, 200), (3, 426)):
+    for protocol, status in ((3, 200), (2, 200), (1, 200), (4, 426)):
         with Raw(served) as raw:
             headers = [f"FedQueue-Protocol: {protocol}"]
             raw.send(request("POST", "/v1/poll", body, credential=credential, headers=headers))

@@ -17,6 +17,7 @@ from fedqueue.report.style import styled
 from fedqueue_reproduction import experiment as files
 from fedqueue_reproduction import page, results
 from fedqueue_reproduction.claims import Check, Comparison, Runs, assess, check, compare, condense, judge, sign_test
+from fedqueue_reproduction.deployment import JOBS, deployment_tables
 from fedqueue_reproduction.experiment import Experiment
 from fedqueue_reproduction.figures import pictures
 from fedqueue_reproduction.findings import findings_of, read_findings
@@ -25,7 +26,7 @@ from fedqueue_reproduction.paired import paired_tables
 from fedqueue_reproduction.results import Results
 from fedqueue_reproduction.tables import figure_tables
 from fedqueue_reproduction.theorem_page import PICTURE, read_theorem
-from fedqueue_reproduction.wording import gain, versus
+from fedqueue_reproduction.wording import gain, in_one_seed, versus
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "experiments"
@@ -380,6 +381,21 @@ def test_page_options_that_make_no_sense_are_refused(study: Path, arguments: lis
 # This repository ----------------------------------------------------------------------------------------
 
 
+def deployed(final: float) -> dict[str, Any]:
+    """What a run of the deployment keeps: its loss falls from 4 to `final`, at 1,000 and 9,000 s."""
+    losses = [[1000.0, 3.0], [9000.0, final]]
+    of_each = {"submitted": 5, "admitted": 3, "deferred": 1, "delays": [0.5, 1.25], "steps": [20, 61], "losses": losses}
+    return {
+        "virtual_seconds": 17000.0,
+        "updates": {"admitted": 12, "deferred": 4},
+        "first_loss": 4.0,
+        "loss": {"final": final, "least": final},
+        "curve": [[at, -loss, 100, 10] for at, loss in losses],
+        "facilities": dict.fromkeys(JOBS, of_each),
+        "answers": {f"{key}/{name}": 0.25 for key in ("exact_match", "numeric_error") for name in JOBS},
+    }
+
+
 def all_runs(experiment: Experiment) -> Results:
     """Two made-up runs of every cell, with every figure that a record can have."""
     found = Results(experiment.name)
@@ -394,9 +410,11 @@ def all_runs(experiment: Experiment) -> Results:
                 **dict.fromkeys(("normalised_delay_mean", "normalised_delay_max"), 1.2),
                 "arrival": {"p50": 0.9, "p90": 1.1},
                 "arrivals": [0.7, 0.9, 1.1],
-                "errors": {"first": [1.0, -1.0]},
+                "errors": {f.name: [1.0, -1.0, 0.5] for f in experiment.config_of(cell, seed).facility},
                 "curve": curve,
             }
+            if "facilities" in experiment.keep:
+                more |= deployed(1.5 + seed % 7)
             found.add(record(cell.row.name, seed, setting=cell.setting, **more), MADE)
     return found
 
@@ -417,6 +435,36 @@ def test_every_claim_figure_and_picture_of_an_experiment_is_about_what_its_runs_
         with styled():
             drawn = [axes for axes in picture.make().axes if axes.lines or axes.patches]
         assert drawn, f"{picture.file}: is empty"
+
+
+def test_deployment_is_held_against_the_paper_at_the_same_shares_of_the_way() -> None:
+    """By hand: FedQueue-1 ends at 0.8, the best of all, and everything else at 1.6; all begin at 4."""
+    experiment = files.load(EXPERIMENTS / "chemistry.toml")
+    found = Results(experiment.name)
+    for cell in experiment.cells():
+        if cell.setting == "tuning=full":
+            final = 0.8 if cell.row.name == "fedqueue-1" else 1.6
+            more = deployed(final) | {"errors": {name: [100.0, -100.0, 900.0, 1000.0] for name in JOBS}}
+            found.add(record(cell.row.name, 1001, setting=cell.setting, **more), MADE)
+    text = deployment_tables(findings_of(experiment, found))
+    # 0.8 + 3.2 * (1 - 0.3658) / (2 - 0.3658) = 2.042, and so on; 3.0 after 1,000 s is above all of them
+    assert "time to 1 (2.042 here), s | time to 0.8 (1.650 here), s | time to 0.6 (1.259 here), s" in text
+    assert "| FedQueue-1 (T 20 min) | 9,000.0 | 9,000.0 | 9,000.0 | 9,000.0 | 0.800 | 0.50 |" in text
+    assert "| FedAvg | 9,000.0 | 9,000.0 | > 17,000.0 (0/1) | > 17,000.0 (0/1) | 1.600 | 1.00 |" in text
+    assert "| *FedBuff (buffer 3), paper* | *1,574* | *3,351* | *9,328* | *-* | *0.499* | *1.10* |" in text
+    assert "| aurora | 10 *[10]* | 6 *[6]* | 2 *[4]* | 1.25 *[1.34]* |" in text, "both runs of FedQueue together"
+    assert "| FedQueue-2 | aurora | 4 | 475 | 556 (23 %) | 0 | 141 (6 %) | 20 to 61 |" in text, (
+        "of its own round length"
+    )
+    assert "25.0 %; 0.25 |" in text
+
+
+def test_a_single_seed_says_where_it_points_and_gives_no_verdict() -> None:
+    runs = Runs([record("ours", 1, 100.0), record("other", 1, 150.0)])
+    one = compare(runs, TIME, "ours", "other", "")
+    assert (one.verdict, in_one_seed(TIME, one)) == ("not measured", "one seed, no verdict: sooner")
+    other = compare(runs, TIME, "other", "ours", "")
+    assert in_one_seed(TIME, other) == "one seed, no verdict: later"
 
 
 def test_just_in_time_is_compared_seed_by_seed_where_all_rows_have_runs() -> None:

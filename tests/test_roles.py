@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import fedqueue
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.aggregate import Contribution, aggregate
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.protocol.aggregation import DECLARATION
@@ -161,10 +161,10 @@ def test_a_statistic_stays_within_the_range_of_what_was_handed_in_and_both_ways_
         save_file(trained, path := folder / f"update{step}")
         in_memory.append(Contribution(weight=weight, trained=trained, base=bases[base_number]))
         base_path = folder / f"base{base_number}"
-        in_files.append(tensorfile.FileContribution(weight=weight, trained=path, base=base_path, base_key=base_number))
+        in_files.append(tensorsum.FileContribution(weight=weight, trained=path, base=base_path, base_key=base_number))
     usual = {"norm.running_mean": "statistic", "norm.running_var": "statistic", "norm.num_batches_tracked": "counter"}
     result = aggregate(bases[0], in_memory, rule, {"weight": "parameter", **usual, **chosen}, from_first=from_first)
-    tensorfile.aggregate(folder / "base0", in_files, rule, folder / "out", from_first=from_first)
+    tensorsum.aggregate(folder / "base0", in_files, rule, folder / "out", from_first=from_first)
     for name, tensor in load_file(folder / "out").items():
         assert torch.equal(tensor, result[name]), name
     handed_in = [c.trained for c in in_memory if c.weight > 0]

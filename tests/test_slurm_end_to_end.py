@@ -73,15 +73,23 @@ def two() -> Iterator[list[Cluster]]:
 
 @contextmanager
 def others_at_work(sites: list[Cluster]) -> Iterator[None]:
-    """Jobs of other users, three seconds each on two nodes, as long as the test goes on."""
+    """Jobs of other users hold all nodes until a job of ours has waited for two seconds. Then they take three seconds
+    each on two nodes, as long as the test goes on."""
     over = threading.Event()
 
-    def keep_busy(cluster: Cluster) -> None:
+    def keep_busy(cluster: Cluster, first: list[str]) -> None:
+        while not over.wait(0.2) and not cluster.waiting():
+            pass
+        over.wait(2.0)
+        cluster.call("scancel", *first)
         while not over.is_set():
             cluster.load(jobs=2, seconds=3.0)
             over.wait(4.0)
 
-    threads = [threading.Thread(target=keep_busy, args=(cluster,)) for cluster in sites]
+    firsts = [cluster.load(jobs=len(cluster.nodes), seconds=1800.0) for cluster in sites]
+    for cluster in sites:
+        wait_for(lambda: set(cluster.node_states()) == {"allocated"}, "others' jobs hold the nodes", cluster.log)  # noqa: B023
+    threads = [threading.Thread(target=keep_busy, args=pair) for pair in zip(sites, firsts, strict=True)]
     for thread in threads:
         thread.start()
     try:

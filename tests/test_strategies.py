@@ -42,6 +42,7 @@ from fedqueue.protocol.messages import (
     SubmitRefused,
     UpdateArrived,
     UpdateRejected,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     WorkTaken,
 )
@@ -474,6 +475,43 @@ def test_disordered_repeated_and_lost_events_never_break_the_books(
                 made = command.to_version
                 aggregated.update(s.key for s in command.weights if not s.again)
     assert all(n == 1 for n in aggregated.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@given(data=st.data(), chance=st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_a_model_that_cannot_be_made_with_somebodys_updates_is_made_without_them(
+    strategy: str, data: st.DataObject, chance: Any
+) -> None:
+    config = data.draw(configs(strategy))
+    trace, _ = run(config)
+    sites = [Site(i, f, config, config.run.seed) for i, f in enumerate(config.facility)]
+    fresh = make_strategy(config, make_plan(config, sites, None))
+    fates: Counter[UpdateKey] = Counter()
+
+    def settled(commands: Sequence[Command]) -> dict[UpdateKey, str]:
+        facts = [c.facts for c in commands if isinstance(c, Record) and c.kind == "fate"]
+        found = {(str(f["job"]), int(f["attempt"] or 0), int(f.get("part") or 0)): str(f["fate"]) for f in facts}
+        fates.update(list(found))
+        return found
+
+    for event, _ in trace:
+        commands = fresh.handle(event)
+        settled(commands)
+        for made in [c for c in commands if isinstance(c, Aggregate) and c.weights]:
+            while made.weights and chance.random() < 0.3:
+                name = facility_of(chance.choice(made.weights).job_id)
+                unusable = UpdatesUnusable(at=event.at, version=made.to_version, facility=name, reason="too large")
+                found = fresh.handle(unusable)
+                gone = {s.key for s in made.weights if facility_of(s.job_id) == name and not s.again}
+                assert settled(found) == dict.fromkeys(gone, "rejected")
+                (again,) = [c for c in found if isinstance(c, Aggregate)]
+                rest = tuple(s for s in made.weights if facility_of(s.job_id) != name)
+                assert (again.to_version, again.weights) == (made.to_version, rest)
+                again_too = [c for c in fresh.handle(unusable) if not isinstance(c, Record)]
+                assert not again_too, "it is said twice"
+                made = again
+    assert not fates or max(fates.values()) == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)

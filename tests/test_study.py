@@ -135,7 +135,7 @@ BAD_FILES = {
     "no such figure": ('"score.max", ', '"score.best", ', "figures: there is no figure 'score.best'"),
     "no such target": ("time_to.0.50", "time_to.0.95", "needs one of the targets 0.30, 0.50"),
     "two of a name": ('name = "fedavg"', 'name = "fedqueue"', "row.fedqueue: there are two of this name"),
-    "nothing to keep": ('["arrivals"]', '["arrival"]', "keep.0: must be one of arrivals"),
+    "nothing to keep": ('["arrivals"]', '["arrival"]', "keep.0: must be one of answers"),
     "claim of nothing": ('than = "fedavg"', "", "claim.0: needs than (a row) or value"),
     "no seeds": ("count = 2", "count = 0", "seeds.count must be 1 or more"),
     "bad change": (

@@ -20,15 +20,13 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 from fedqueue import aggregate as in_memory
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.aggregate import Contribution, StateDict
 from fedqueue.errors import StorageError
 from fedqueue.protocol.messages import ServerStep
 from fedqueue.tensorbytes import HEADER_LIMIT
 from fedqueue.tensorfile import (
     Content,
-    FileContribution,
-    FileStep,
     TensorFileError,
     check,
     describe,
@@ -36,6 +34,7 @@ from fedqueue.tensorfile import (
     select,
     write,
 )
+from fedqueue.tensorsum import FileContribution, FileStep
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 quick = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -194,7 +193,7 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_else(
     for sum_of in (None, hashlib.sha256(VALID).hexdigest()):
         reason = check(path, like, content=None if sum_of is None else Content(sum_of))
         assert reason is None or "\n" not in reason
-    refused_or_read(lambda: tensorfile.aggregate(path, [contribution(path, path)], "add_deltas", tmp_path / "out"))
+    refused_or_read(lambda: tensorsum.aggregate(path, [contribution(path, path)], "add_deltas", tmp_path / "out"))
     assert not (tmp_path / "out.part").exists()
 
 
@@ -362,7 +361,7 @@ def test_the_streamed_sum_is_that_in_memory(
         files.append(contribution(path, tmp_path / f"base{base_number}", weight))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
-        content = tensorfile.aggregate(tmp_path / "base0", files, rule, out := tmp_path / "out")
+        content = tensorsum.aggregate(tmp_path / "base0", files, rule, out := tmp_path / "out")
     assert content.sha256 == sha256(out)
     result, wanted = load_file(out), in_memory.aggregate(bases[0], states, rule)
     assert result.keys() == wanted.keys()
@@ -410,7 +409,7 @@ def test_streamed_steps_of_a_servers_optimizer_are_those_in_memory(
         out = [tmp_path / f"v{version}-{n}" for n in range(step.moments)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
-            contents = tensorfile.take_step(
+            contents = tensorsum.take_step(
                 path,
                 contributions,
                 "add_deltas",
@@ -431,7 +430,7 @@ def test_a_step_of_complex_numbers_moves_both_parts(tmp_path: Path) -> None:
     write(tmp_path / "new", {"a": np.array([2 - 2j, 1j], np.complex64)})
     step = ServerStep(rate=1.0, beta1=0.0, beta2=0.0, epsilon=0.5)  # d / (|d| + 1/2)
     files = FileStep(step=step, moments=[], out=[tmp_path / "m", tmp_path / "v"])
-    tensorfile.take_step(
+    tensorsum.take_step(
         tmp_path / "now", [contribution(tmp_path / "new", tmp_path / "now")], "add_deltas", tmp_path / "o", files
     )
     assert load_numpy(tmp_path / "o")["a"] == pytest.approx(np.array([2 / 3 - 2 / 3 * 1j, 1j]))
@@ -445,7 +444,7 @@ def test_moments_of_another_model_are_refused_and_nothing_is_left(tmp_path: Path
     files = FileStep(step=step, moments=[tmp_path / "other"] * 2, out=[tmp_path / "m", tmp_path / "v"])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(TensorFileError, match=r"other: tensor 'a' has shape \(3,\), expected \(2,\)"):
-        tensorfile.take_step(
+        tensorsum.take_step(
             tmp_path / "now", [contribution(tmp_path / "now", tmp_path / "now")], "add_deltas", tmp_path / "o", files
         )
     assert sorted(tmp_path.iterdir()) == before
@@ -454,7 +453,7 @@ def test_moments_of_another_model_are_refused_and_nothing_is_left(tmp_path: Path
 def test_complex_tensors_are_summed(tmp_path: Path) -> None:
     write(tmp_path / "now", {"a": np.array([1 + 1j, 2], np.complex64)})
     write(tmp_path / "new", {"a": np.array([3 - 1j, 4j], np.complex64)})
-    tensorfile.aggregate(
+    tensorsum.aggregate(
         tmp_path / "now", [contribution(tmp_path / "new", tmp_path / "now")], "add_deltas", tmp_path / "o"
     )
     assert load_numpy(tmp_path / "o")["a"].tolist() == [2 + 0j, 1 + 2j]
@@ -471,7 +470,7 @@ def test_a_sum_that_overflows_names_the_tensor_and_leaves_nothing(
     )
     save_file({"fine": torch.zeros(3, dtype=dtype), "hot": torch.zeros(3, dtype=dtype)}, old := tmp_path / "old")
     with pytest.raises(TensorFileError, match="tensor 'hot' is not finite once summed"):
-        tensorfile.aggregate(now, [contribution(now, old)], "add_deltas", tmp_path / "out")
+        tensorsum.aggregate(now, [contribution(now, old)], "add_deltas", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["now", "old"]
 
 
@@ -479,7 +478,7 @@ def test_an_update_that_does_not_fit_is_never_summed(tmp_path: Path) -> None:
     write(tmp_path / "now", {"a": np.zeros(3)})
     write(tmp_path / "new", {"a": np.zeros(4)})
     with pytest.raises(TensorFileError, match=r"has shape \(4,\), expected \(3,\)"):
-        tensorfile.aggregate(
+        tensorsum.aggregate(
             tmp_path / "now", [contribution(tmp_path / "new", tmp_path / "now")], "mix_models", tmp_path / "o"
         )
 
@@ -489,7 +488,8 @@ def test_an_update_that_does_not_fit_is_never_summed(tmp_path: Path) -> None:
 MEASURE = """
 import sys, threading
 from pathlib import Path
-from fedqueue.tensorfile import FileContribution, aggregate, check
+from fedqueue.tensorfile import check
+from fedqueue.tensorsum import FileContribution, aggregate
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

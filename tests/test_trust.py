@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fedqueue import tensorfile
+from fedqueue import tensorsum
+from fedqueue.agent.http_transport import update_path
 from fedqueue.aggregate import Contribution, aggregate, norm_of_change, take_step
 from fedqueue.combining import combined
 from fedqueue.config import parse
 from fedqueue.ledger import LedgerReader
 from fedqueue.protocol.aggregation import Norms, Say, at_most_one
-from fedqueue.protocol.contract import facility_of
-from fedqueue.protocol.messages import Aggregate, Guard, ServerStep
+from fedqueue.protocol.contract import Receipt, facility_of
+from fedqueue.protocol.messages import (
+    Aggregate,
+    Event,
+    Guard,
+    JobEnded,
+    JobRequeued,
+    JobStarted,
+    JobSubmitted,
+    Record,
+    RunStarted,
+    ServerStep,
+    SetTimer,
+    TimerFired,
+    UpdateArrived,
+)
+from fedqueue.protocol.plan import FacilityProfile, Plan
+from fedqueue.protocol.strategies.fedavg import FedAvg
+from fedqueue.protocol.strategies.fixed_steps import FixedStepOptions
 from fedqueue.sim.runner import simulate
 from tests.conftest import facility
-from tests.coordinators import Facility, Served, serving, update
+from tests.coordinators import Facility, Served, ended, serving, started, update
 from tests.waiting import wait_for
 
 NAMES = st.sampled_from("abcd")
@@ -118,7 +137,7 @@ def test_a_clipped_sum_is_the_same_in_memory_and_by_file_and_what_its_definition
         save_file(trained, path := folder / f"update{number}")
         inside.append(Contribution(weight=weight, trained=trained, base=bases[which], clip=clip))
         outside.append(
-            tensorfile.FileContribution(
+            tensorsum.FileContribution(
                 weight=weight, trained=path, base=folder / f"base{which}", base_key=which, clip=clip
             )
         )
@@ -127,9 +146,9 @@ def test_a_clipped_sum_is_the_same_in_memory_and_by_file_and_what_its_definition
         precise = precise + weight * (change + away)
         length = norm_of_change(trained, bases[which], {"w": "parameter"})
         assert length == pytest.approx(float((trained["w"].double() - bases[which]["w"].double()).norm()))
-        assert tensorfile.norm_of_change(path, folder / f"base{which}") == pytest.approx(length)
+        assert tensorsum.norm_of_change(path, folder / f"base{which}") == pytest.approx(length)
     made = aggregate(bases[0], inside, rule)["w"]
-    tensorfile.aggregate(folder / "base0", outside, rule, folder / "out")
+    tensorsum.aggregate(folder / "base0", outside, rule, folder / "out")
     assert torch.equal(load_file(folder / "out")["w"], made)
     assert torch.allclose(made.double(), precise, rtol=2e-2, atol=5e-2 if dtype != torch.float64 else 1e-9)
 
@@ -181,18 +200,16 @@ def test_every_rule_gives_the_same_bits_in_memory_and_by_file(
         inside.append(Contribution(weight=weight, trained=trained, base=bases[which], clip=clip, voice=voice))
         there = folder / f"base{which}"
         outside.append(
-            tensorfile.FileContribution(weight=weight, trained=path, base=there, base_key=which, clip=clip, voice=voice)
+            tensorsum.FileContribution(weight=weight, trained=path, base=there, base_key=which, clip=clip, voice=voice)
         )
     now, out = folder / "base0", folder / "out"
     if step is None:
         made = aggregate(bases[0], inside, rule, guard=guard)
-        tensorfile.aggregate(now, outside, rule, out, guard=guard)
+        tensorsum.aggregate(now, outside, rule, out, guard=guard)
     else:
         made, moments = take_step(bases[0], inside, rule, step, (), guard=guard)
         files = [folder / "first", folder / "second"]
-        tensorfile.take_step(
-            now, outside, rule, out, tensorfile.FileStep(step=step, moments=(), out=files), guard=guard
-        )
+        tensorsum.take_step(now, outside, rule, out, tensorsum.FileStep(step=step, moments=(), out=files), guard=guard)
         for file, moment in zip(files, moments, strict=True):
             for name, tensor in load_file(file).items():
                 assert torch.equal(tensor, moment[name]), name
@@ -348,3 +365,141 @@ def test_an_update_that_is_far_too_large_counts_in_part(tmp_path: Path) -> None:
         assert load_file(served.folder / "objects" / f"{digest}.safetensors")["weight"].abs().max() < 10 * 0.5
         assert sum("clip" in json.loads(row["body"])["facts"] for row in fates) == 1, "on record"
         assert served.replays() > 0
+
+
+def is_at(served: Served, version: int) -> Callable[[], bool]:
+    return lambda: bool(served.status()["model"] == version)
+
+
+def fates_of(served: Served) -> dict[str, dict[str, Any]]:
+    """By facility, of the newest update of each."""
+    with LedgerReader(served.folder / "ledger.sqlite") as ledger:
+        facts = [
+            json.loads(row["body"])["facts"] for row in ledger.rows("SELECT body FROM commands WHERE kind = 'Record'")
+        ]
+    return {facility_of(found["job"]): found for found in facts if "fate" in found}
+
+
+def test_a_sum_that_overflows_rejects_the_updates_of_whoever_did_it_and_the_run_goes_on(tmp_path: Path) -> None:
+    """All that is handed in is finite; it is the sum that is not. Each model is of two updates of the first one."""
+    names = ("a", "b", "c", "d")
+    options = {"steps": 10, "buffer": 2, "alpha": 1.0, "exponent": 0.0}
+    how: dict[str, Any] = {"strategy": "fedbuff", "options": options, "trust": {"clip": 0.0, "say": "unbounded"}}
+    with serving(tmp_path, names, plain=True, server={"wait_for": 4}, **how) as served:
+        for name in names:
+            served.facility(name).poll()
+        orders = {name: served.facility(name).running() for name in names}
+        for number, (name, value) in enumerate({"a": 3e38, "b": 3e38, "c": 0.5, "d": 3e38}.items()):
+            assert served.agents[name].hand_in(orders[name], update(tmp_path, value))["status"] == "accepted"
+            if number % 2:
+                wait_for(is_at(served, 1 + number // 2), "the model", served.said)
+        assert served.status()["state"] == "running"
+        fates = fates_of(served)
+        assert {name: found["fate"] for name, found in fates.items()} == {
+            **dict.fromkeys("abc", "aggregated"),
+            "d": "rejected",
+        }
+        assert "not finite once summed as float32" in fates["d"]["reason"]
+        assert "moves that furthest" in fates["d"]["reason"]
+        path = update_path(orders["d"].sequence, 0, hashlib.sha256(update(tmp_path, 3e38)).hexdigest())
+        assert served.agents["d"].commit(path, 0)["status"] == "rejected", "who asks again hears of it"
+        assert served.replays() > 0
+
+
+# A facility that polls and never hands in ----------------------------------------------------------------------------
+
+
+def test_whoever_polls_and_never_hands_in_stalls_no_round_whatever_it_says_of_its_job(tmp_path: Path) -> None:
+    """The four stages at which a job can stay for ever; and one that comes late, while the round is open, counts."""
+    liars = ("ordered", "queued", "running", "ended")
+    server = {"wait_for": 5, "overdue_seconds": 1.0, "startup_allowance_seconds": 0.0}
+    how: dict[str, Any] = {"strategy": "fedavg", "round_length": 0.2, "options": {"steps": 10}, "server": server}
+    with serving(tmp_path, ("north", *liars), plain=True, **how) as served:
+        for name in ("north", *liars):
+            served.facility(name).poll()
+        for name in liars:
+            liar = served.facility(name)
+            (order,) = liar.poll()["orders"]
+            sequence = int(order["job_id"].rpartition("/")[2])
+            reports = [{"kind": "submitted", "sequence": sequence}, started(sequence), ended(sequence)]
+            liar.poll(*reports[: liars.index(name)])
+        north = served.facility("north")
+        hand_in(north, update(tmp_path))
+
+        def made() -> bool:
+            for name in liars:  # they are there, and say nothing more
+                served.facility(name).poll()
+            return bool(served.status()["model"] == 1)
+
+        wait_for(made, "the round without those that are overdue", served.said)
+        with LedgerReader(served.folder / "ledger.sqlite") as ledger:
+            rows = [json.loads(row["body"]) for row in ledger.rows("SELECT body FROM commands WHERE kind = 'Record'")]
+        overdue = {row["facts"]["facility"]: row["facts"]["reason"] for row in rows if row["kind"] == "overdue"}
+        assert set(overdue) == set(liars)
+        assert "has not started" in overdue["queued"]
+        assert "longer than its wall time" in overdue["running"]
+        assert "its update has not come" in overdue["ended"]
+        hand_in(north, update(tmp_path))
+        wait_for(lambda: served.status()["model"] == 2, "the next round at once", served.said)
+        assert served.replays() > 0
+
+
+SAID_OF_A_JOB = st.sampled_from([JobSubmitted, JobStarted, JobRequeued, JobEnded, None])
+
+
+@given(st.lists(st.tuples(SAID_OF_A_JOB, st.floats(0.1, 40)), max_size=40), st.floats(0, 50))
+def test_no_story_of_a_job_stalls_fedavg_for_longer_than_its_bound(
+    story: list[tuple[type | None, float]], longest: float
+) -> None:
+    """North hands in at once, south tells stories; the round ends within what order and queue make plausible."""
+    north, south = (FacilityProfile(name=name, data_weight=0.5, steps_per_second=1.0) for name in ("north", "south"))
+    plan = Plan(facilities=(north, south), round_length=10.0, rounds=9, overdue_seconds=20.0)
+    strategy = FedAvg(plan, FixedStepOptions(steps=10))
+    timers: list[SetTimer] = []
+
+    def tell(event: Event) -> None:
+        timers.extend(command for command in strategy.handle(event) if isinstance(command, SetTimer))
+
+    def until(at: float) -> None:
+        while (due := min(timers, key=lambda timer: timer.at, default=None)) is not None and due.at <= at:
+            timers.remove(due)
+            tell(TimerFired(at=due.at, key=due.key))
+
+    strategy.state.facilities["south"].longest_wait = longest
+    tell(RunStarted(at=0.0))
+    receipt = Receipt(
+        job_id="north/0", attempt=0, base_version=0, steps_done=10, train_seconds=1.0, admission_delay=0.0
+    )
+    tell(UpdateArrived(at=1.0, receipt=receipt))
+    (job,) = strategy.state.facilities["south"].jobs.values()
+    bound, at, attempt = 3 * (max(20.0, 4 * longest) + job.order.wall_seconds), 1.0, 0
+    for kind, seconds in story:
+        at += seconds
+        if at >= bound:
+            break
+        until(at)
+        attempt += kind is JobRequeued
+        facts: dict[str, Any] = {"at": at, "job_id": "south/0", "attempt": attempt}
+        facts |= {"admission_delay": 0.0} if kind is JobStarted else {}
+        facts |= {"reason": "preempted"} if kind is JobRequeued else {}
+        facts |= {"steps_done": 0, "train_seconds": 0.0} if kind is JobEnded else {}
+        if kind is not None:
+            tell(kind(**facts))
+    until(bound + 1e-6)
+    assert 1 in strategy.state.making, "the round is closed"
+
+
+def test_a_job_that_waits_as_jobs_did_there_before_is_waited_for() -> None:
+    """Four times as long as any that was seen; and a late one counts while the round is open."""
+    profiles = [FacilityProfile(name=name, data_weight=0.5, steps_per_second=1.0) for name in ("north", "south")]
+    strategy = FedAvg(Plan(facilities=tuple(profiles), round_length=10.0, overdue_seconds=20.0), FixedStepOptions())
+    for there in strategy.state.facilities.values():
+        there.longest_wait = 100.0
+    strategy.handle(RunStarted(at=0.0))
+    assert strategy.state.timer("overdue/0/south") == 400.0
+    overdue = strategy.handle(TimerFired(at=400.0, key="overdue/0/south"))
+    assert [c.facts["facility"] for c in overdue if isinstance(c, Record) and c.kind == "overdue"] == ["south"]
+    facts = {"attempt": 0, "base_version": 0, "steps_done": 1, "train_seconds": 1.0, "admission_delay": 0.0}
+    strategy.handle(UpdateArrived(at=500.0, receipt=Receipt(job_id="south/0", **facts)))  # type: ignore[arg-type]
+    strategy.handle(UpdateArrived(at=501.0, receipt=Receipt(job_id="north/0", **facts)))  # type: ignore[arg-type]
+    assert [share.job_id for share in strategy.state.making[1].weights] == ["south/0", "north/0"]

@@ -351,6 +351,16 @@ def test_a_submission_from_elsewhere_reads_and_runs_nothing_on_the_server(served
     assert {path.name for path in (served.folder / "runs").iterdir()} == there, "nothing is left of them"
 
 
+def test_who_is_elsewhere_is_told_no_folder_of_the_server(served: Served, say: Say, tmp_path: Path) -> None:
+    begun = submit(served, "submitter", "unenrolled", {"facility": [{"name": "north"}, {"name": "stranger"}]})
+    assert "stranger is not enrolled; an operator of the federation invites it" in begun["notes"]
+    client = Client(url(served), credential=credential(served, "viewer"))
+    said = [begun, client.call("GET", "/v1/status"), client.of(begun["run"]).call("GET", "/v1/status")]
+    assert str(served.base) not in json.dumps(said)
+    assert f"{served.folder}/runs/unenrolled" in say("list", served.folder, "--json")[1], "who is there sees it"
+    assert say("stop", served.run_folder("unenrolled"))[0] == 0
+
+
 def test_what_the_operator_names_may_run(served: Served) -> None:
     """By name and no other; and the worker's command of a config is run nowhere in a federation."""
     ran = served.base / "ran"

@@ -10,14 +10,14 @@ from benchmarks.walk import walk
 
 pytestmark = pytest.mark.waits(60)
 
-MOST = 40
-"""Of the package."""
+MOST = 41
+"""Of the package: forty, and one since sums are a file of their own."""
 ON_THE_WAY = (
     "agent/agent.py",
     "agent/schedulers/local.py",
     "coordinator/coordinator.py",
     "protocol/strategies/fedqueue.py",
-    "tensorfile.py",
+    "tensorsum.py",
     "training/tasks.py",
     "worker/participate.py",
 )

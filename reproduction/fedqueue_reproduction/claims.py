@@ -33,7 +33,7 @@ _UNTIL: Final = {
     "movement_to": "model_transfers",
 }
 _LOWER: Final = (*_UNTIL, "movement_ratio", "late_probability", "normalised_delay_mean", "normalised_delay_max")
-_LOWER_TOO: Final = ("missed_cutoff", "max_staleness", "node_seconds", "local_steps", "model_transfers")
+_LOWER_TOO: Final = ("missed_cutoff", "max_staleness", "node_seconds", "local_steps", "model_transfers", "loss")
 
 
 def lower_is_better(key: str) -> bool:
@@ -190,11 +190,11 @@ def compare(runs: Runs, key: str, better: str, than: str, setting: str) -> Compa
     one, other = runs.readings(better, setting, key), runs.readings(than, setting, key)
     pairs = [(one[seed], other[seed]) for seed in one if seed in other]
     both = len(set(runs.of(better, setting)) & set(runs.of(than, setting)))
-    if len(pairs) < 2:
-        return Comparison(setting, "not measured", len(pairs), both)
     sign = -1.0 if lower_is_better(key) else 1.0
     ahead = sum(_ahead(a, b, sign) for a, b in pairs)
     behind = sum(_ahead(b, a, sign) for a, b in pairs)
+    if len(pairs) < 2:
+        return Comparison(setting, "not measured", len(pairs), both, ahead=ahead, behind=behind)
     reached = sum(a.reached for a, _ in pairs), sum(b.reached for _, b in pairs)
     chance = sign_test(ahead, behind)
     if reached != (len(pairs), len(pairs)):

@@ -132,10 +132,10 @@ def _row_key(figure: Figure, colours: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=colour, linewidth=2.5) for colour in colours.values()]
-    _key(figure, handles, list(colours))
+    key(figure, handles, list(colours))
 
 
-def _key(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+def key(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Above the panels, in as many columns as the figure is wide enough for."""
     across = next((n for n in range(len(labels), 1, -1) if _width(labels, n) < figure.get_figwidth()), 1)
     figure.set_figheight(figure.get_figheight() + 0.2 * (ceil(len(labels) / across) - 1))
@@ -192,7 +192,7 @@ def dot_figure(panels: Sequence[Panel], *, columns: int, shared: bool) -> Figure
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.margins(x=0.12)
-    _paper_key(
+    _paperkey(
         figure,
         any(dot.published is not None for dot in everything),
         any(dot.sample.reached < dot.sample.seeds for dot in everything),
@@ -238,7 +238,7 @@ def _plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _paper_key(figure: Figure, paper: bool, censored: bool) -> None:
+def _paperkey(figure: Figure, paper: bool, censored: bool) -> None:
     from matplotlib.lines import Line2D
 
     ours = Line2D([], [], color=FAINT, marker="o", markersize=5.5, linewidth=2.2)
@@ -249,7 +249,7 @@ def _paper_key(figure: Figure, paper: bool, censored: bool) -> None:
     if censored:
         handles.append(Line2D([], [], color=FAINT, marker=">", markersize=6, linewidth=1.4))
         labels.append("median: not all seeds reach it")
-    _key(figure, handles, labels)
+    key(figure, handles, labels)
 
 
 # Arrivals -----------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def sweep_figure(
         axes.set_title(title, fontsize=10, pad=6)
     figure.supxlabel(knob, fontsize=10)
     everything = [one for _, series in panels for one in series]
-    _sweep_key(figure, everything)
+    _sweepkey(figure, everything)
     return figure
 
 
@@ -365,7 +365,7 @@ def _series(axes: Axes, x: NDArray[np.float64], one: Series) -> None:
         axes.plot(px, py, marker="D", markersize=5, color=one.colour, fillstyle="none", linestyle="none")
 
 
-def _sweep_key(figure: Figure, series: Sequence[Series]) -> None:
+def _sweepkey(figure: Figure, series: Sequence[Series]) -> None:
     from matplotlib.lines import Line2D
 
     colours = {one.label: one.colour for one in series if one.label}
@@ -379,4 +379,4 @@ def _sweep_key(figure: Figure, series: Sequence[Series]) -> None:
     if any(s.mean is None and s.median is not None for one in series for s in one.samples):
         handles.append(Line2D([], [], color=FAINT, marker="^", markersize=6.5, linestyle="none"))
         labels.append("median: not all seeds reach it")
-    _key(figure, handles, labels)
+    key(figure, handles, labels)

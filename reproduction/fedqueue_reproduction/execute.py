@@ -17,6 +17,7 @@ from fedqueue.errors import ConfigError, FedQueueError, ProtocolError, TaskError
 from fedqueue.processes import run_all
 from fedqueue.protocol.messages import Command, Event
 from fedqueue.sim.runner import TIMING, Learned
+from fedqueue.training.causal_settings import CAUSAL_LM
 from fedqueue_reproduction.experiment import Cell, Experiment
 from fedqueue_reproduction.record import fingerprint, run_record
 
@@ -66,9 +67,11 @@ class Meter:
 def runs_of(
     experiment: Experiment, seeds: Sequence[int], *, quick: bool = False, winner: Winner = lambda cell: ()
 ) -> list[Run]:
-    """All runs of an experiment, seed after seed: one that is cut short has compared all rows over the same seeds."""
+    """All runs of an experiment, seed after seed, and row after row: one that is cut short has compared the first rows
+    under all settings over the same seeds."""
     runs = []
-    for cell in experiment.cells(quick=quick):
+    order = [row.name for row in experiment.rows]
+    for cell in sorted(experiment.cells(quick=quick), key=lambda cell: order.index(cell.row.name)):
         changes = winner(cell)
         config = experiment.config_of(cell, seeds[0], quick=quick, winner=changes)
         for seed in seeds:
@@ -131,14 +134,18 @@ def _on_one_device(runs: Sequence[Run], go_on: Callable[[], bool]) -> Iterator[t
     if not runs:
         return
     from fedqueue_reproduction.fleet import run_many
-
-    def work(number: int, learned: Learned) -> dict[str, Any] | None:
-        return _record(runs[number], configs[number], learned) if go_on() else None
+    from fedqueue_reproduction.side_by_side import run_side_by_side
 
     configs = [load(run.path, (*run.changes, "task.device=cuda")) for run in runs]
-    for number, record in run_many(configs, work, device="cuda"):
-        if record is not None:
-            yield runs[number], record
+    for runner, are_language in ((run_many, False), (run_side_by_side, True)):
+        own = [place for place, config in enumerate(configs) if (config.task.name == CAUSAL_LM) == are_language]
+
+        def work(number: int, learned: Learned, own: Sequence[int] = own) -> dict[str, Any] | None:
+            return _record(runs[own[number]], configs[own[number]], learned) if go_on() else None
+
+        for number, record in runner([configs[place] for place in own], work, device="cuda"):
+            if record is not None:
+                yield runs[own[number]], record
 
 
 def _in_shares(

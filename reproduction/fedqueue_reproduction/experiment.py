@@ -22,7 +22,7 @@ from fedqueue.protocol.plan import AS_PUBLISHED
 
 FOLDER: Final = "experiments"
 
-Kept = Literal["arrivals", "errors", "staleness"]
+Kept = Literal["answers", "arrivals", "errors", "facilities", "staleness"]
 """What a record may hold beside its figures; see record.py."""
 
 Only = Mapping[str, Collection[str]]
@@ -35,6 +35,7 @@ PLAIN: Final = (
     *("score.max", "score.final", "late_probability", "normalised_delay_mean", "normalised_delay_max"),
     *("max_staleness", "missed_cutoff", "deferred_weight", "local_steps", "model_transfers", "node_seconds", "rounds"),
     *("virtual_seconds", "updates.admitted", "updates.deferred", "arrival.p50", "arrival.p90"),
+    *("loss.final", "loss.least"),
 )
 
 

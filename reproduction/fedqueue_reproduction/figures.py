@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BANDS: Final = "Lines are medians over seeds, bands go from the lower to the upper quartile."
 MEANS: Final = "Dots are means over seeds with 95 % intervals."
+FIRST_SEED: Final = "Of the first seed."
 INTERVALS: Final = f"{MEANS} Diamonds are the paper's values."
 
 
@@ -72,6 +73,20 @@ def curves(*, target: float, columns: int, floor: float = 0.8, past: float = 1.2
         return curve_figure(panels, target=target, columns=min(columns, len(panels)), ends=ends, floor=floor)
 
     return make
+
+
+def losses(found: Findings) -> Figure:
+    """Test loss against time, of every method's model."""
+    from fedqueue_reproduction.deployment_plot import global_losses  # which takes its names and colours from here
+
+    return global_losses(found)
+
+
+def losses_of_facilities(found: Findings) -> Figure:
+    """Test loss against time, of each method's model on the questions of each facility."""
+    from fedqueue_reproduction.deployment_plot import facility_losses
+
+    return facility_losses(found)
 
 
 def _end(lines: Sequence[Line], target: float, past: float) -> float:
@@ -241,6 +256,15 @@ _PICTURES: Final[dict[str, tuple[_Entry, ...]]] = {
             several("score.max", "time_to.0.45", "time_to.0.50"),
         ),
         ("curves", f"Accuracy over time. {BANDS}", curves(target=0.5, columns=2, floor=0.0)),
+    ),
+    "chemistry": (
+        ("losses", f"Test loss of the global model over virtual time. {FIRST_SEED}", losses),
+        (
+            "facilities",
+            "Test loss of each method's model, on all test questions and on those of each facility; all weights "
+            f"trained. {FIRST_SEED}",
+            losses_of_facilities,
+        ),
     ),
     "tuned": (
         (

@@ -48,7 +48,7 @@ T = TypeVar("T")
 SLOTS = 64  # jobs side by side: more keep no accelerator busier, and each run waits longer for its own
 RUNS_A_SLOT = 3  # so many runs are under way that slots do not stand empty while runs wait for scores
 LANES = 8  # the same for networks that cannot be stacked
-RUNS_A_LANE = 1  # these train longer than they are scored, and a run that is begun should soon be over
+RUNS_IN_LANES = 5  # each has several jobs under way, and a run that is begun should soon be over
 GRAIN = 4  # steps that are done before slots are looked at
 
 
@@ -125,7 +125,7 @@ class Bench:
         elif not_in_lanes is None:
             # Some of the accelerator's quickest convolutions differ in the last bits from call to call.
             torch.backends.cudnn.deterministic = True
-            count, self.most_runs = slots or LANES, RUNS_A_LANE * (slots or LANES)
+            count, self.most_runs = slots or LANES, RUNS_IN_LANES
             self.rows = rows_of(module, self.roles)
             self._slots = Lanes(self.workload, self.rows, train, slots=count, batch_size=settings.batch_size)
         else:

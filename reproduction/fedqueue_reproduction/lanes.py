@@ -194,15 +194,22 @@ def batch_of(workload: Workload, device: torch.device) -> Callable[[Samples, Ten
     """What a step is given, as a function of all samples, the sample numbers of every step, the number of the step and
     the key of its job."""
     augment = workload.augment
+    take = quick(_take, torch.empty(0, device=device))
+    alter = None if augment is None else quick(augment, torch.empty(0, device=device))
 
     def batch(samples: Samples, batches: Tensor, step: Tensor, key: Tensor) -> Samples:
-        chosen = batches[step][0].to(torch.int64)
-        inputs, targets = samples[0][chosen], samples[1][chosen]
-        if augment is not None:
-            inputs = augment(inputs, draws(key, step, AUGMENTATION, len(chosen))[0])
+        inputs, targets = take(samples, batches, step)
+        if alter is not None:
+            # Not compiled: a compiler takes the counting in it for small numbers, and its products for too large ones.
+            inputs = alter(inputs, draws(key, step, AUGMENTATION, len(inputs))[0])
         return inputs, targets
 
-    return quick(batch, torch.empty(0, device=device))
+    return batch
+
+
+def _take(samples: Samples, batches: Tensor, step: Tensor) -> Samples:
+    chosen = batches[step][0].to(torch.int64)
+    return samples[0][chosen], samples[1][chosen]
 
 
 def loss_of(workload: Workload, device: torch.device) -> Callable[[Named, Named, Tensor, Tensor], Tensor]:

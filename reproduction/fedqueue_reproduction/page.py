@@ -13,6 +13,7 @@ from typing import Any, Final
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.report.style import save_png, styled
 from fedqueue_reproduction import theorem_page
+from fedqueue_reproduction.deployment import deployment_tables
 from fedqueue_reproduction.figures import pictures
 from fedqueue_reproduction.findings import Findings, read_findings
 from fedqueue_reproduction.paired import paired_tables
@@ -29,9 +30,11 @@ HEAD: Final = """\
 # The paper, reproduced
 
 "FedQueue: Queue-Aware Federated Learning for Cross-Facility HPC Training" (ICML 2026) has a section of controlled
-experiments: simulated queues, MNIST, five methods. This page runs them again with this program and puts claim and
-measurement side by side. `fedqueue reproduce --page` writes it from [the experiments]({experiments}) and
-[their results]({results}); nothing on it is written by hand.
+experiments: simulated queues, MNIST, CIFAR-100, five methods. This page runs them again with this program and puts
+claim and measurement side by side. What cannot be repeated here is its deployment: a language model of 7 billion
+parameters, fine-tuned on four supercomputers. [chemistry](#chemistry) has it in miniature, in virtual time.
+`fedqueue reproduce --page` writes this from [the experiments]({experiments}) and [their results]({results}); nothing
+on it is written by hand.
 
 ## In short
 """
@@ -116,7 +119,7 @@ def _section(found: Findings, by_name: Mapping[str, Findings], links: Mapping[st
     parts.append(f"{command} ({file}, {kept}): {_made(found)}")
     user = _first_user(found.name, by_name)
     if not experiment.grids:
-        parts += [figure_tables(found), paired_tables(found), agreement(found)]
+        parts += [figure_tables(found), deployment_tables(found), paired_tables(found), agreement(found)]
     elif user:
         parts.append(f"The winners are under [{user}](#{user}).")
     else:

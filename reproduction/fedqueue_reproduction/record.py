@@ -11,19 +11,20 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Final
 
 from fedqueue.config import Config
 from fedqueue.engine import Listener
 from fedqueue.metrics import Tally, target_key
-from fedqueue.protocol.contract import JobId, Order
-from fedqueue.protocol.messages import Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
+from fedqueue.protocol.contract import JobId, Order, facility_of
+from fedqueue.protocol.messages import AssignWork, Command, Event, ModelScored, Record, SubmitJob, UpdateArrived
 from fedqueue.protocol.plan import AS_PUBLISHED
 from fedqueue.protocol.predict.base import quantile_of
 from fedqueue.protocol.state import RunState
 from fedqueue.runs import rounded
-from fedqueue.sim.runner import Learned, simulate
+from fedqueue.sim.runner import Learned, learning_of, simulate
 
 Point = tuple[float, float, int, int]
 """Of a curve: seconds, score, local steps so far, model transfers so far."""
@@ -50,13 +51,21 @@ def run_record(
     keep: Collection[str] = (),
     listeners: Sequence[Listener] = (),
 ) -> dict[str, Any]:
-    """Run it, without a folder; `keep` names what the record also holds ("arrivals", "errors", "staleness")."""
+    """Run it, without a folder; `keep` names what the record also holds (`experiment.Kept`)."""
     recorder = Recorder(config)
+    if learned is None and "answers" in keep:
+        learned = learning_of(config)
+    first = learned[0].score(0) if learned is not None and "answers" in keep else None
     summary = simulate(config, listeners=[recorder, *listeners], learned=learned)
     del summary["strategy"], summary["seed"], summary["score"]["not_finite"]
     record: dict[str, Any] = rounded({**summary, **recorder.figures()})
     details = recorder.details()
-    return record | {name: details[name] for name in details if name in keep}
+    if "answers" in keep and learned is not None:
+        details["answers"] = rounded(learned[0].examine())
+        details["first_loss"] = None if first is None else first["loss"]
+    wanted = {*keep, *(["first_loss"] if "answers" in keep else [])}
+    kept: dict[str, Any] = rounded({name: details[name] for name in details if name in wanted})
+    return record | kept
 
 
 def fingerprint(config: Config) -> str:
@@ -86,6 +95,8 @@ class Recorder:
         self._node_seconds_to: dict[str, float] = {}  # by target
         self._arrivals: list[float] = []
         self._errors: dict[str, list[float]] = {facility.name: [] for facility in config.facility}
+        self._facilities = {facility.name: FacilityRecord() for facility in config.facility}
+        self._losses: list[tuple[float, float]] = []  # of the models that were scored, where that is their score
         self._staleness: Counter[int] = Counter()
         self._deferred: list[float] = []  # weights
 
@@ -94,19 +105,31 @@ class Recorder:
         for command in commands:
             if type(command) is SubmitJob:
                 self._orders[command.order.job_id] = event.at, command.order
+                self._facilities[command.order.facility].submitted += 1
+            elif type(command) is AssignWork:
+                self._facilities[facility_of(command.job_id)].steps.append(command.assignment.steps)
             elif type(command) is Record and command.facts.get("fate") == "aggregated":
+                theirs = self._facilities[facility_of(str(command.facts["job"]))]
+                theirs.admitted += not command.facts["deferred"]
+                theirs.deferred += bool(command.facts["deferred"])
                 self._staleness[int(command.facts["staleness"] or 0)] += 1
                 if command.facts["deferred"]:
                     self._deferred.append(float(command.facts["weight"] or 0.0))
         if type(event) is ModelScored and (score := event.metrics["score"]) is not None:
             spent = self._tally.summary(strategy="", seed=0, wall_seconds=0.0)
             self._curve.append((event.at, score, spent["local_steps"], spent["model_transfers"]))
+            if event.metrics.get("loss") == -score:
+                self._losses.append((event.at, -score))
+            for name, theirs in self._facilities.items():
+                if (loss := event.metrics.get(f"loss/{name}")) is not None:
+                    theirs.losses.append((event.at, loss))
             for target in self._targets:
                 if score >= target:
                     self._node_seconds_to.setdefault(target_key(target), spent["node_seconds"])
         elif type(event) is UpdateArrived and event.receipt.job_id in self._orders:
             submitted_at, order = self._orders.pop(event.receipt.job_id)
             self._arrivals.append((event.at - submitted_at) / self._round_length)
+            self._facilities[order.facility].delays.append(self._arrivals[-1])
             if order.expected_delay is not None:
                 self._errors[order.facility].append(event.receipt.admission_delay - order.expected_delay)
 
@@ -120,7 +143,11 @@ class Recorder:
             "deferred_weight": fmean(self._deferred) if self._deferred else None,
             "arrival": {f"p{100 * share:.0f}": self._arrival(share) for share in (0.5, 0.9)},
             "curve": self._curve,
+            **({"loss": self._loss()} if self._losses else {}),
         }
+
+    def _loss(self) -> dict[str, float]:
+        return {"final": self._losses[-1][1], "least": min(loss for _, loss in self._losses)}
 
     def _arrival(self, share: float) -> float | None:
         """Within so many round lengths after submission this share of the updates has arrived."""
@@ -128,12 +155,31 @@ class Recorder:
 
     def details(self) -> dict[str, Any]:
         """Everything that `keep` may ask for: arrivals in round lengths after submission, forecast errors (q - q-hat)
-        in seconds, and how many aggregated updates had which staleness."""
+        in seconds, how many aggregated updates had which staleness, and what was seen of each facility."""
         return {
             "arrivals": [round(value, 3) for value in self._arrivals],
             "errors": {name: [round(value, 3) for value in values] for name, values in self._errors.items()},
             "staleness": {str(staleness): self._staleness[staleness] for staleness in sorted(self._staleness)},
+            "facilities": {name: rounded(asdict(theirs)) for name, theirs in self._facilities.items()},
         }
+
+
+@dataclass
+class FacilityRecord:
+    """What was seen of one facility."""
+
+    submitted: int = 0
+    """Jobs."""
+    admitted: int = 0
+    """Updates that counted when they were aimed to."""
+    deferred: int = 0
+    """Updates that counted later."""
+    delays: list[float] = field(default_factory=list)
+    """From submission to arrival, in round lengths."""
+    steps: list[int] = field(default_factory=list)
+    """That its jobs were given."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """Second, and the loss of the model made then on this facility's own test questions."""
 
 
 def interpolate(curve: Sequence[Point], target: float) -> float | None:

@@ -10,7 +10,7 @@ from fedqueue_reproduction.experiment import Claim, Experiment, Row, setting_tex
 from fedqueue_reproduction.findings import Findings
 from fedqueue_reproduction.lemma import EPSILON, GAMMA, bound_checks
 from fedqueue_reproduction.tuning import ranked
-from fedqueue_reproduction.wording import beside, cell, count, gain, head, number, span, versus
+from fedqueue_reproduction.wording import beside, cell, count, gain, head, in_one_seed, number, span, versus
 
 MOST_TABLES: Final = 4  # settings that get a table each; more are the lines of one table a figure
 MOST_LINES: Final = 6  # settings that a claim lists one by one
@@ -126,7 +126,8 @@ def claim_table(found: Findings) -> str:
 def _found(experiment: Experiment, claim: Claim, judgement: Judgement) -> str:
     """What came out, a line a setting, or a line a verdict where there are many settings."""
     each = judgement.each
-    lines = [] if claim.than is None or judgement.verdict == "not measured" else [f"{subject(experiment, claim)}:"]
+    run = any(one.seeds for one in each if isinstance(one, Comparison))
+    lines = [] if claim.than is None or not run else [f"{subject(experiment, claim)}:"]
     if len(each) <= MOST_LINES:
         lines += [f"{one.setting}: {one_line(claim, one)}" if one.setting else one_line(claim, one) for one in each]
         return "<br>".join(lines)
@@ -140,10 +141,12 @@ def _found(experiment: Experiment, claim: Claim, judgement: Judgement) -> str:
 
 def one_line(claim: Claim, one: Comparison | Check) -> str:
     """The verdict under one setting and what it rests on."""
-    if one.verdict == "not measured":
-        return one.verdict
     if isinstance(one, Check):
+        if one.verdict == "not measured":
+            return f"one seed, no verdict: {beside(claim.figure, one)}" if one.ours.seeds else one.verdict
         return f"{one.verdict}: {beside(claim.figure, one)}"
+    if one.verdict == "not measured":
+        return in_one_seed(claim.figure, one) if one.seeds else one.verdict
     return f"{one.verdict}: {gain(claim.figure, one)}{versus(one, claim.by)}"
 
 

@@ -33,6 +33,10 @@ _WORDS: Final[dict[str, _Words]] = {
     "local_steps": ("local steps", 0, ("fewer", "more"), False),
     "model_transfers": ("model transfers", 0, ("fewer", "more"), False),
     "node_seconds": ("node seconds", 0, ("fewer", "more"), False),
+    "loss.final": ("last test loss", 3, ("lower", "higher"), False),
+    "loss.least": ("least test loss", 3, ("lower", "higher"), False),
+    "updates.admitted": ("updates admitted", 0, ("more", "fewer"), False),
+    "updates.deferred": ("updates deferred", 0, ("fewer", "more"), False),
 }
 
 
@@ -108,6 +112,17 @@ def gain(key: str, one: Comparison) -> str:
     ends = sorted((abs(low), abs(high)))
     word = better if middle > 0 else worse
     return f"{_size(middle, unit)} {word} ({_size(ends[0], unit, bare=True)} to {_size(ends[1], unit)}{fewer})"
+
+
+def in_one_seed(key: str, one: Comparison) -> str:
+    """What a single seed says, which is no verdict.
+
+    >>> in_one_seed("time_to.0.95", Comparison("", "not measured", 1, 1, ahead=1))
+    'one seed, no verdict: sooner'
+    """
+    better, worse = _words(key)[2]
+    said = better if one.ahead else worse if one.behind else "no difference that can be told"
+    return f"one seed, no verdict: {said}"
 
 
 def versus(one: Comparison, by: float | None) -> str:

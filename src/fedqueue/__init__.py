@@ -16,7 +16,7 @@ __all__ = ["ParticipateError", "__version__", "declare_roles", "participate"]
 
 __version__ = "0.2.0.dev0"
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of what coordinator, agent and job say to each other; goes with every request and every order. Coordinators
 and jobs take this one and the one before."""
 

@@ -28,7 +28,8 @@ from fedqueue.protocol.aggregation import (
 )
 from fedqueue.protocol.messages import Guard, ServerStep
 from fedqueue.tensorbytes import Buffer
-from fedqueue.tensorfile import Kind, finite_root, misfit_of_kinds, not_finite
+from fedqueue.tensorfile import Kind, misfit_of_kinds, not_finite
+from fedqueue.tensorsum import finite_root
 
 StateDict = dict[str, Tensor]
 """A model as PyTorch names its parts: parameters and buffers."""
@@ -161,7 +162,7 @@ def take_step(
 
 
 def _stepped(now: Tensor, change: Tensor, step: ServerStep, moments: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Each operation is rounded by itself, in the order of `fedqueue.tensorfile`, so that both get the same bits."""
+    """Each operation is rounded by itself, in the order of `fedqueue.tensorsum`, so that both get the same bits."""
     if now.is_complex():
         stepped, moments = _stepped(torch.view_as_real(now), torch.view_as_real(change), step, moments)
         return torch.view_as_complex(stepped), moments
@@ -178,7 +179,7 @@ def _stepped(now: Tensor, change: Tensor, step: ServerStep, moments: Sequence[Te
 
 
 class _Guarded:
-    """Tensors combined by a guard's rule: on the processor, in the pieces in which `fedqueue.tensorfile` reads them."""
+    """Tensors combined by a guard's rule: on the processor, in the pieces in which `fedqueue.tensorsum` reads them."""
 
     def __init__(
         self,
@@ -424,7 +425,7 @@ def _weighted_sum(like: Tensor, terms: Sequence[tuple[Tensor, float]], *, within
         torch.mul(chunk, factor, out=total)
         for source, factor in others:
             chunk = source[start : start + chunk_values].to(precision)
-            # Product and sum are rounded one by one (no fused step), so that `fedqueue.tensorfile` gets the same bits.
+            # Product and sum are rounded one by one (no fused step), so that `fedqueue.tensorsum` gets the same bits.
             total.add_(torch.mul(chunk, factor, out=scratch[: piece.numel()]))
             if within:
                 least, most = torch.where(chunk < least, chunk, least), torch.where(chunk > most, chunk, most)

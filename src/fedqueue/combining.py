@@ -1,6 +1,6 @@
 """Rules that combine the changes of several facilities when some of them may lie: median, trimmed mean, Krum.
 
-`fedqueue.aggregate` and `fedqueue.tensorfile` bring the numbers, piece by piece, in the same order and precision; what
+`fedqueue.aggregate` and `fedqueue.tensorsum` bring the numbers, piece by piece, in the same order and precision; what
 is done with them is written once, here, so that both get the same bits. Each facility has one voice: what it handed in
 several times is averaged first.
 """

@@ -256,6 +256,9 @@ class ServerSettings:
     key: str | None = None
     client_authority: str | None = None  # PEM; who connects must show a certificate of it; None: nobody need have one
     away_seconds: float = 300.0  # a facility that was not heard of for so long is away
+    overdue_seconds: float = 86400.0
+    """`fedavg` and its like wait so long for a job to start, to end after its wall time and to hand in, or four times
+    as long as any job waited there before; then the round goes on without its facility."""
     wait_for: int | None = None  # facilities that must be there before the run starts; None: all
     startup_allowance_seconds: float = 300.0  # in the wall time of jobs while nobody knows how long they take to start
     group_may_write: bool = False  # to the config and to the run's folder; else they are refused where it may
@@ -269,7 +272,7 @@ class ServerSettings:
             raise ValueError(f"port must be 0 to 65535, found {self.port}")
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and server.key belong together: give both or none")
-        more_than(self, 0, "away_seconds", "credential_days")
+        more_than(self, 0, "away_seconds", "overdue_seconds", "credential_days")
         at_least(self, 0, "startup_allowance_seconds")
         at_least(self, 1, "wait_for")
         at_least(self, 16, "connections", "connections_per_address")
@@ -392,12 +395,30 @@ def _check_across(config: Config) -> None:
         if fault.facility not in ("*", *names):
             raise ConfigError(f"fault.{i}.facility: must be * or one of {', '.join(names)}, found {fault.facility!r}")
     _check_factors(config)
+    _check_masks(config)
     for strategy, options in config.strategy.items():
         steps = getattr(options, "steps", None)
         if isinstance(steps, dict) and set(steps) != set(names):
             raise ConfigError(
                 f"strategy.{strategy}.steps: must be a number, or name each facility once: {', '.join(names)}"
             )
+
+
+def _check_masks(config: Config) -> None:
+    """Of what is masked only sums can be known."""
+    if not config.trust.masked:
+        return
+    name, options = config.run.strategy, config.options()
+    if not STRATEGIES[name].sums_several or STRATEGIES[name].keeps_variates:
+        raise ConfigError(f"trust.masked: {name} does not sum the updates of several facilities")
+    if getattr(options, "absent", 0.0):
+        raise ConfigError(f"strategy.{name}.absent: must be 0 with trust.masked: what is masked counts once")
+    if getattr(options, "rounds", "fixed") == "auto":
+        raise ConfigError(f"strategy.{name}.rounds: cannot be auto with trust.masked: nobody sees how updates agree")
+    if "factor" in config.model.roles.values():
+        raise ConfigError("model.roles: factors cannot be masked: it is their products that are summed")
+    if len(config.facility) < config.trust.least_members:
+        raise ConfigError(f"trust.least_members: there are only {len(config.facility)} facilities")
 
 
 def _check_factors(config: Config) -> None:

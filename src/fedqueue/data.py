@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import importlib.util
 import os
 import urllib.request
 from collections.abc import Iterable
@@ -65,6 +66,22 @@ def find(name: str) -> Path:
     if failures is None:
         return places[0]
     raise DataError(_missing(name, places, failures))
+
+
+def locate(name: str) -> Path:
+    """Where a file or folder lies that a config names: `data:NAME` in the data folder, `package:PACKAGE/NAME` in an
+    installed package, else it is a path."""
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "data":
+        return next((place for place in candidates(rest) if place.is_dir()), None) or find(rest)
+    if colon and kind == "package":
+        package, _, inside = rest.partition("/")
+        spec = importlib.util.find_spec(package)
+        places = [] if spec is None else list(spec.submodule_search_locations or ())
+        if not places:
+            raise DataError(f"{name}: there is no package {package!r} in this Python; install it")
+        return Path(places[0]) / inside
+    return Path(name)
 
 
 def find_log(file: str, folder: Path) -> Path:

@@ -268,6 +268,15 @@ RENEWAL: Final = (
 )
 """Of credentials, once in months: no run meets them by itself."""
 
+MASKS: Final = (
+    "mask.held",  # an update is kept until a group is there; the coordinator was not told so
+    "mask.bound",  # which group it is masked for is written down; nothing is masked
+    "mask.made",  # it is masked; nothing has left
+    "mask.given",  # the coordinator has it; the agent has not cleared it away
+    "mask.kept",  # what was given has its name at the coordinator; nobody was told so
+)
+"""Of masked updates, in the agent but for the last."""
+
 POINTS: Final = (*COORDINATOR, *AGENT, *WORKER)
 
 _name = ""

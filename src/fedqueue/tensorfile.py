@@ -1,7 +1,8 @@
-"""Models as safetensors files, far larger than memory: checked, summed and picked apart as they stream past.
+"""Models as safetensors files, far larger than memory: checked, copied and picked apart as they stream past.
 
 Only numpy is needed, never torch: the coordinator and the agent use this. Files are read with positioned reads into
-buffers that are used again, so a model of any size costs a few MiB of memory; the page cache does the rest.
+buffers that are used again, so a model of any size costs a few MiB of memory; the page cache does the rest. How files
+are summed is in tensorsum.py.
 """
 
 from __future__ import annotations
@@ -9,39 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
-import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod, sqrt
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 
-from fedqueue.combining import Combiner, most_say, voices
 from fedqueue.files import writing
-from fedqueue.low_rank import Matrix, weighted_factors
-from fedqueue.protocol.aggregation import (
-    COUNTER,
-    DECLARATIONS,
-    FACTOR,
-    MOVING,
-    PARAMETER,
-    STATISTIC,
-    declaration,
-    declared_roles,
-    find_roles,
-    model_factors,
-    statistic_factors,
-)
-from fedqueue.protocol.messages import Guard, ServerStep
+from fedqueue.low_rank import Matrix
+from fedqueue.protocol.aggregation import DECLARATIONS, declaration, declared_roles, find_roles
 from fedqueue.tensorbytes import (
     CODES,
     HEADER_LIMIT,
-    NUMBERS,
     REAL,
     Buffer,
     ChangedFileError,
@@ -64,23 +48,17 @@ __all__ = [
     "ChangedFileError",
     "Content",
     "Description",
-    "FileContribution",
-    "FileStep",
     "Header",
     "Kind",
     "TensorFileError",
     "UnreadableFileError",
-    "aggregate",
-    "agreement",
     "check",
     "copy",
     "describe",
     "misfit_of_kinds",
-    "norm_of_change",
     "not_finite",
     "read_header",
     "select",
-    "take_step",
     "verify",
     "write",
 ]
@@ -91,8 +69,6 @@ CHUNK_BYTES: Final = 1 << 20
 DOUBLE: Final = np.dtype("<f8")
 PIECE_BYTES: Final = 8 * CHUNK_VALUES
 """The largest piece of a tensor."""
-LOOK_EVERY: Final = 8
-"""Of so many pieces of a tensor, one tells how far updates agree."""
 FOLLOW_BYTES: Final = 4 << 20
 """How far behind a reader its file's digest is made."""
 
@@ -105,24 +81,6 @@ _LARGEST: Final = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float
 
 Expected = Callable[[Path], Content | None]
 """What the bytes of a file must be; None: nobody asks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileContribution:
-    """One update as it enters an aggregation."""
-
-    weight: float
-    """What the strategy gave it, discount and normalisation included (no unit)."""
-    trained: Path
-    """The model after the facility's steps."""
-    base: Path
-    """The model those steps started from."""
-    base_key: Hashable
-    """The same for all updates from the same base, such as its version: it is then read once."""
-    clip: float = 1.0
-    """Of the change from base to trained, the part that counts."""
-    voice: Hashable = None
-    """Whose it is: all of one facility have one voice. None: it has a voice of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +165,11 @@ def _pass_over(
         kind = like[entry.name] if like is not None else entry.kind
         most = _LARGEST.get(kind.type) if kind.type != entry.number.name else None
         bad = 0
-        for begin, end in _spans(entry):
+        for begin, end in spans(entry):
             piece = read(begin, end)
-            bad += _count_not_finite(piece, entry.number, scratch) if like is not None else 0
+            bad += count_not_finite(piece, entry.number, scratch) if like is not None else 0
             if most is not None and not bad:  # finite in its own type, and not in the narrower one of the model
-                wide = _widened(piece, entry.code, np.empty(len(piece) // entry.number.size, np.float64))
+                wide = widened(piece, entry.code, np.empty(len(piece) // entry.number.size, np.float64))
                 bad += int(np.count_nonzero(np.abs(wide) > most))
         if bad and reason is None:
             reason = not_finite(entry.name, bad, entry.values)
@@ -241,7 +199,7 @@ def verify(path: Path, content: Content) -> None:
             raise ChangedFileError(path) from None
         if content.checksums:
             buffer = np.empty(max(header.length, PIECE_BYTES), np.uint8)
-            for begin, end in _all_spans(header):
+            for begin, end in all_spans(header):
                 fill(path, file, piece := buffer[: end - begin], begin)
                 content.must_have(path, begin, piece)
             return
@@ -253,7 +211,7 @@ def verify(path: Path, content: Content) -> None:
 
 def copy(path: Path, out: Path, sha256: str) -> None:
     """Copies a file, whole or not at all; a `ChangedFileError` unless these are the bytes that were meant."""
-    with opened(path) as file, _Target.create(out) as target:
+    with opened(path) as file, Target.create(out) as target:
         buffer, size = np.empty(CHUNK_BYTES, np.uint8), os.fstat(file).st_size
         for place in range(0, size, CHUNK_BYTES):
             piece = buffer[: min(CHUNK_BYTES, size - place)]
@@ -264,7 +222,7 @@ def copy(path: Path, out: Path, sha256: str) -> None:
         target.finish()
 
 
-def _count_not_finite(piece: Buffer, number: Number, scratch: Buffer) -> int:
+def count_not_finite(piece: Buffer, number: Number, scratch: Buffer) -> int:
     """How many values in these bytes are NaN or infinite."""
     if not number.bits or not len(piece):
         return 0
@@ -281,207 +239,6 @@ def _first(names: Sequence[str]) -> str:
     return f"{names[0]!r}{more}"
 
 
-# Summing -------------------------------------------------------------------------------------------------------------
-
-
-def aggregate(
-    current: Path,
-    contributions: Sequence[FileContribution],
-    rule: str,
-    out: Path,
-    *,
-    from_first: bool = False,
-    guard: Guard | None = None,
-    content: Expected = lambda path: None,
-) -> Content:
-    """Writes the next model to `out`, whole or not at all.
-
-    `contributions` are ordered oldest to newest and have passed `check`. What becomes of a tensor depends on its role
-    (`roles`), and the arithmetic is that of `fedqueue.aggregate`, to the last bit for float32. Real tensors keep the
-    current model's type and are summed in single precision (double for float64). `from_first`: the current model is the
-    first of its run. A file that has not the `content` it must have is a `ChangedFileError`, and nothing is written.
-    """
-    return _make(current, contributions, rule, out, from_first=from_first, guard=guard, content=content)[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStep:
-    """A step of the server's optimizer, from file to file."""
-
-    step: ServerStep
-    moments: Sequence[Path]
-    """Those of the current model; none if there are none yet."""
-    out: Sequence[Path]
-    """Where those of the next model go, `step.moments` of them."""
-
-
-def take_step(
-    current: Path,
-    contributions: Sequence[FileContribution],
-    rule: str,
-    out: Path,
-    step: FileStep,
-    *,
-    from_first: bool = False,
-    guard: Guard | None = None,
-    content: Expected = lambda path: None,
-) -> list[Content]:
-    """As `aggregate`, but parameters take a step of the server's optimizer. Returns the content of the next model, and
-    of each of its moments, which have the parameters' names."""
-    return _make(current, contributions, rule, out, step, from_first=from_first, guard=guard, content=content)
-
-
-def _make(
-    current: Path,
-    contributions: Sequence[FileContribution],
-    rule: str,
-    out: Path,
-    step: FileStep | None = None,
-    *,
-    from_first: bool,
-    guard: Guard | None,
-    content: Expected,
-) -> list[Content]:
-    # A base that is the current model joins its term; several updates from one base share one pass over it.
-    now = ("current",)
-    fresh = {c.base_key for c in contributions if c.base.resolve() == current.resolve()}
-    paths: dict[Hashable, Path] = {now: current}
-    shares: list[tuple[float, Hashable, Hashable, float]] = []
-    for c in contributions:
-        base: Hashable = now if c.base_key in fresh else ("base", c.base_key)
-        trained: Hashable = ("trained", c.trained)
-        paths |= {base: c.base, trained: c.trained}
-        shares.append((c.weight, trained, base, c.clip))
-    deltas = model_factors(now, shares, rule, of_change=step is not None)
-    trained_by = [(weight * part, key) for weight, key, _, part in shares]
-    means = statistic_factors(now, trained_by, rule, from_first=from_first)
-    with ExitStack() as stack:
-        like = _Source.open(stack, current, content=content)
-        sources: dict[Hashable, _Source] = {now: like}
-        role_of = roles(like.header, current)
-        heard = voices(contributions) if COUNTER in role_of.values() else []
-        told = [shares[voice.members[-1][0]][1] for voice in heard]  # of counters, what each said last
-        guarded = [key for _, *keys, _ in shares for key in keys] if guard is not None else []
-        for key in (*deltas, *means, *told, *guarded):
-            if key not in sources:
-                sources[key] = _Source.open(stack, paths[key], like, content)
-        stack.enter_context(_unchanged(sources.values()))
-        entries = list(like.header.entries.values())
-        target = stack.enter_context(_Target.create(out))
-        target.put(encode_header(entries, like.header.metadata))
-        summing = _Summing(out, target)
-        counters = [(sources[key], voice.weight) for key, voice in zip(told, heard, strict=True)]
-        combiner = None
-        if guard is not None:
-            members = [(sources[trained], sources[base]) for _, trained, base, _ in shares]
-            pieces = _Pieces(like, members)
-            combiner = Combiner(contributions, rule, guard, pieces.read, from_first=from_first)
-            combiner.look_at(
-                ((entry, start, length), _precision(entry))
-                for entry in entries
-                if role_of[entry.name] == PARAMETER
-                for start, length in _pieces(entry)
-            )
-        stepping = None
-        if step is not None:
-            moving = [_moment_of(entry) for entry in entries if role_of[entry.name] == PARAMETER]
-            stepping = _Stepping.open(stack, step, moving, content)
-            sources |= {("moment", number): source for number, source in enumerate(stepping.before)}
-        products = [(sources[key].matrix, factor) for key, factor in deltas.items()]
-        kept: dict[str, Matrix] = {}
-        for entry in entries:
-            role = role_of[entry.name]
-            if role == FACTOR and (stepping is not None or combiner is not None):
-                raise TensorFileError(current, f"tensor {entry.name!r} is a factor, which can only be added up")
-            if role == FACTOR:
-                summing.put_values(entry, weighted_factors(entry.name, products, kept).reshape(-1))
-            elif role == COUNTER and counters:
-                summing.most_say(entry, counters)
-            elif role == COUNTER:
-                summing.copy(like, entry)
-            elif role == PARAMETER and stepping is not None:
-                terms = [(sources[key], f) for key, f in deltas.items()]
-                summing.take_step(entry, like, terms, stepping, combiner)
-            elif combiner is not None:
-                summing.combine(entry, like, combiner, is_statistic=role == STATISTIC)
-            else:
-                factors = means if role == STATISTIC else deltas
-                summing.add_up(entry, [(sources[key], f) for key, f in factors.items()], within=role == STATISTIC)
-        for source in sources.values():
-            source.must_be_unchanged()
-        moments = [kept.finish() for kept in stepping.after] if stepping is not None else []
-        return [target.finish(), *moments]
-
-
-def _moment_of(entry: Entry) -> Entry:
-    """How a moment of this parameter is written: in the precision of the sum, a complex number as its two parts."""
-    code = "F64" if entry.code == "F64" else "F32"
-    shape = (*entry.shape, 2) if entry.code == "C64" else entry.shape
-    return Entry(entry.name, code, shape, 0, prod(shape) * NUMBERS[code].size)
-
-
-def agreement(contributions: Sequence[FileContribution]) -> float | None:
-    """As `fedqueue.aggregate.agreement`, from files; of large tensors one piece of eight is looked at."""
-    total = sum(c.weight for c in contributions)
-    if len(contributions) < 2 or total <= 0:
-        return None
-    together = apart = 0.0
-    with ExitStack() as stack:
-        bases: dict[Hashable, _Source] = {}
-        for c in contributions:
-            if c.base_key not in bases:
-                bases[c.base_key] = _Source.open(stack, c.base)
-        like = bases[contributions[0].base_key]
-        terms = [
-            (c.weight / total, c.clip, _Source.open(stack, c.trained, like), bases[c.base_key]) for c in contributions
-        ]
-        role_of = roles(like.header, contributions[0].base)
-        for entry in like.header.entries.values():
-            if role_of[entry.name] not in MOVING or not entry.number.bits or entry.code == "C64":
-                continue
-            for start in range(0, entry.values, LOOK_EVERY * CHUNK_VALUES):
-                mean = np.zeros(min(CHUNK_VALUES, entry.values - start))
-                for share, part, trained, base in terms:
-                    delta = trained.values(entry.name, start, len(mean)) - base.values(entry.name, start, len(mean))
-                    delta *= part
-                    mean += share * delta
-                    apart += share * float(delta @ delta)
-                together += float(mean @ mean)
-    return together / apart if apart > 0 else None
-
-
-def norm_of_change(trained: Path, base: Path) -> float:
-    """As `fedqueue.aggregate.norm_of_change`, of a file that has passed `check` against its base."""
-    total = 0.0
-    with ExitStack() as stack, np.errstate(all="ignore"):
-        like = _Source.open(stack, base)
-        source = _Source.open(stack, trained, like)
-        role_of = roles(like.header, base)
-        for entry in like.header.entries.values():
-            if role_of[entry.name] not in MOVING:
-                continue
-            for start, length in _pieces(entry):
-                delta = source.values(entry.name, start, length) - like.values(entry.name, start, length)
-                total += float(np.square(delta, out=delta).sum())
-    return finite_root(total)
-
-
-def finite_root(total: float) -> float:
-    """The square root; of more than a number holds, that of the largest number."""
-    return sqrt(min(total, sys.float_info.max))
-
-
-@contextmanager
-def _unchanged(sources: Iterable[_Source]) -> Iterator[None]:
-    """That a file is not what it was says more than what was odd about its content."""
-    try:
-        yield
-    except TensorFileError:
-        for source in sources:
-            source.must_be_unchanged()
-        raise
-
-
 def roles(header: Header, path: Path, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
     """What each tensor of this file is: by `chosen` patterns, by what the file declares, by the usual names."""
     try:
@@ -496,18 +253,24 @@ def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping
     """Writes only the tensors whose names match one of the shell patterns (adapters, say). The file declares the roles
     of its tensors, so that every model made from it is aggregated alike."""
     with ExitStack() as stack:
-        source = _Source.open(stack, path)
+        source = Source.open(stack, path)
         entries = [e for e in source.header.entries.values() if any(fnmatchcase(e.name, p) for p in patterns)]
         if not entries:
             raise TensorFileError(path, f"no tensor's name matches {' or '.join(map(repr, patterns))}")
         role_of = roles(source.header, path, chosen_roles)
         metadata = {key: text for key, text in source.header.metadata.items() if key not in DECLARATIONS}
-        target = stack.enter_context(_Target.create(out))
+        target = stack.enter_context(Target.create(out))
         target.put(encode_header(entries, {**metadata, **declaration({e.name: role_of[e.name] for e in entries})}))
-        copying = _Summing(out, target)
         for entry in entries:
-            copying.copy(source, entry)
+            copy_tensor(source, entry, target)
         return target.finish()
+
+
+def copy_tensor(source: Source, entry: Entry, target: Target) -> None:
+    buffer = np.empty(PIECE_BYTES, np.uint8)
+    for begin, end in spans(entry):
+        source.read(piece := buffer[: end - begin], begin)
+        target.put(piece.data)
 
 
 def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None) -> Content:
@@ -519,12 +282,12 @@ def write(path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, s
         entries.append(Entry(name, code, array.shape, 0, array.nbytes))
     # The widest first, so that every tensor lies at a multiple of its own size.
     entries.sort(key=lambda entry: (-entry.number.size, entry.name))
-    with _Target.create(path) as target:
+    with Target.create(path) as target:
         target.put(encode_header(entries, metadata or {}))
         for entry in entries:
             array = tensors[entry.name]
             flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-            for begin, end in _spans(entry):
+            for begin, end in spans(entry):
                 target.put(flat[begin:end].data)
         return target.finish()
 
@@ -566,7 +329,7 @@ class _Digest:
     def _follow(self) -> None:
         buffer, far = np.empty(max(self._header.length, PIECE_BYTES), np.uint8), 0
         try:
-            for begin, end in _all_spans(self._header):
+            for begin, end in all_spans(self._header):
                 while far < end:
                     way = self._ways.get()
                     if way is None:
@@ -581,7 +344,7 @@ class _Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     path: Path
     file: int
     header: Header
@@ -636,16 +399,16 @@ class _Source:
     def values(self, name: str, start: int, count: int, precision: np.dtype[Any] = DOUBLE) -> Buffer:
         """So many real numbers of a tensor, from this one on."""
         place = self.header.entries[name]
-        size = place.number.size // _parts(place)
+        size = place.number.size // parts(place)
         raw = np.empty(count * size, np.uint8)
         self.read(raw, place.begin + start * size)
-        return _widened(raw, place.code, np.empty(count, precision))
+        return widened(raw, place.code, np.empty(count, precision))
 
     def matrix(self, name: str) -> Matrix:
         """The whole of a tensor, in double precision."""
         entry = self.header.entries[name]
         made = np.empty(entry.values)
-        for start, count in _pieces(entry):
+        for start, count in pieces(entry):
             made[start : start + count] = self.values(name, start, count)
         return made.reshape(entry.shape)
 
@@ -658,7 +421,7 @@ class _Source:
         self.content.checksums.update(found.checksums)
 
 
-class _Target:
+class Target:
     """A file that appears under its name only when it is whole and on disk."""
 
     def __init__(self, path: Path, beside: Path, file: BinaryIO) -> None:
@@ -697,251 +460,36 @@ class _Target:
         return self._digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Stepping:
-    """The files of the moments of a server's optimizer: those there are, and those that are made."""
-
-    step: ServerStep
-    before: Sequence[_Source]
-    after: Sequence[_Target]
-
-    @classmethod
-    def open(cls, stack: ExitStack, files: FileStep, entries: Sequence[Entry], content: Expected) -> Self:
-        before = [_Source.open(stack, path, content=content) for path in files.moments]
-        for source in before:
-            if reason := misfit_of_kinds(source.header.kinds(), {entry.name: entry.kind for entry in entries}):
-                raise TensorFileError(source.path, reason)
-        after = [stack.enter_context(_Target.create(path)) for path in files.out]
-        for target in after:
-            target.put(encode_header(entries, {}))
-        return cls(files.step, before, after)
-
-    def way(self, entry: Entry, change: Buffer, start: int) -> tuple[Buffer, list[Buffer]]:
-        """What is added to these values of a parameter, and their moments; `start` is the place of the first. Each
-        operation is rounded by itself, in the order of `fedqueue.aggregate`."""
-        step, number = self.step, change.dtype.type
-        first, second = np.zeros_like(change), np.full_like(change, step.epsilon * step.epsilon)
-        largest = [second] if step.largest else []
-        if self.before:
-            first, second, *largest = (self._read(source, entry.name, change, start) for source in self.before)
-        first = first * number(step.beta1) + change * number(1 - step.beta1)
-        second = second * number(step.beta2) + change * change * number(1 - step.beta2)
-        largest = [np.where(second > most, second, most) for most in largest]
-        divisor = np.sqrt(largest[0] if largest else second) + number(step.epsilon)
-        return first * number(step.rate) / divisor, [first, second, *largest]
-
-    @staticmethod
-    def _read(source: _Source, name: str, like: Buffer, start: int) -> Buffer:
-        raw = np.empty(like.nbytes, np.uint8)
-        source.read(raw, source.header.entries[name].begin + start * like.itemsize)
-        return raw.view(like.dtype)
-
-
-class TooLargeSumError(TensorFileError):
-    """Every term is finite, and their sum is not: no file is at fault."""
-
-    def __init__(self, path: Path, entry: Entry) -> None:
-        super().__init__(
-            path,
-            f"tensor {entry.name!r} is not finite once summed as {entry.number.name}, though all that is summed is: "
-            "its values are too large together",
-        )
-
-
-class _Pieces:
-    """Reads a piece of a tensor from every file that has a part in it, each once."""
-
-    def __init__(self, current: _Source, members: Sequence[tuple[_Source, _Source]]) -> None:
-        self._current, self._members = current, members
-        self._piece: object = None
-        self._read: dict[int, Buffer] = {}
-
-    def read(self, place: int, which: str, piece: tuple[Entry, int, int], precision: np.dtype[Any]) -> Buffer:
-        if piece != self._piece:
-            self._piece, self._read = piece, {}
-        trained, base = self._members[place]
-        source = {"trained": trained, "base": base, "current": self._current}[which]
-        if id(source) not in self._read:
-            entry, start, length = piece
-            self._read[id(source)] = source.values(entry.name, start, length, precision)
-        return self._read[id(source)]
-
-
-class _Summing:
-    """The buffers of one aggregation, and what is done in them."""
-
-    def __init__(self, path: Path, target: _Target) -> None:
-        self._path, self._target = path, target
-        self._raw = np.empty(PIECE_BYTES, np.uint8)
-        self._total, self._share = np.empty_like(self._raw), np.empty_like(self._raw)
-
-    def copy(self, source: _Source, entry: Entry) -> None:
-        for begin, end in _spans(entry):
-            piece = self._raw[: end - begin]
-            source.read(piece, begin)
-            self._target.put(piece.data)
-
-    def add_up(self, entry: Entry, terms: Sequence[tuple[_Source, float]], *, within: bool = False) -> None:
-        """Writes the sum of tensor * factor in the type of `entry`; `within` the range of the tensors."""
-        for start, length in _pieces(entry):
-            with np.errstate(all="ignore"):  # what overflows is found when it is put
-                self._put(entry, self._sum(entry, terms, start, length, within=within))
-
-    def put_values(self, entry: Entry, values: Matrix) -> None:
-        """Writes these in the type of `entry`."""
-        precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
-        for start, length in _pieces(entry):
-            total = self._total[: length * precision.itemsize].view(precision)
-            with np.errstate(all="ignore"):
-                total[:] = values[start : start + length]
-                self._put(entry, total)
-
-    def most_say(self, entry: Entry, said: Sequence[tuple[_Source, float]]) -> None:
-        """Writes the value that most of the weight has."""
-        weights = [weight for _, weight in said]
-        for start, length in _pieces(entry):
-            if entry.number.bits:
-                values = [source.values(entry.name, start, length, _precision(entry)) for source, _ in said]
-                self._put(entry, most_say(np.stack(values), weights))
-            else:
-                raw = [source.whole_numbers(entry.name, start, length) for source, _ in said]
-                self._target.put(most_say(np.stack(raw), weights).view(np.uint8).data)
-
-    def combine(self, entry: Entry, now: _Source, combiner: Combiner, *, is_statistic: bool) -> None:
-        """Writes what a guard's rule makes of a tensor."""
-        precision = _precision(entry)
-        for start, length in _pieces(entry):
-            with np.errstate(all="ignore"):
-                current, piece = now.values(entry.name, start, length, precision), (entry, start, length)
-                if is_statistic:
-                    total = combiner.statistic(piece, precision, current)
-                else:
-                    change = combiner.change(piece, precision)
-                    total = current if change is None else current + change
-                self._put(entry, total)
-
-    def take_step(
-        self,
-        entry: Entry,
-        now: _Source,
-        terms: Sequence[tuple[_Source, float]],
-        stepping: _Stepping,
-        combiner: Combiner | None,
-    ) -> None:
-        """Writes what a step of the server's optimizer makes of a parameter, with the sum as its gradient, or what a
-        guard's rule makes of the changes."""
-        for start, length in _pieces(entry):
-            with np.errstate(all="ignore"):
-                if combiner is None:
-                    change = self._sum(entry, terms, start, length).copy()
-                else:
-                    precision = _precision(entry)
-                    found = combiner.change((entry, start, length), precision)
-                    change = np.zeros(length, precision) if found is None else found
-                way, moments = stepping.way(entry, change, start)
-                for target, moment in zip(stepping.after, moments, strict=True):
-                    self._must_be_finite(entry, moment, NUMBERS["F64" if entry.code == "F64" else "F32"])
-                    target.put(moment.view(np.uint8).data)
-                total = self._sum(entry, [(now, 1.0)], start, length)
-                total += way
-                self._put(entry, total)
-
-    def _sum(
-        self,
-        entry: Entry,
-        terms: Sequence[tuple[_Source, float]],
-        start: int,
-        length: int,
-        *,
-        within: bool = False,
-    ) -> Buffer:
-        """So many values of the sum, from that place on, in the buffer for it."""
-        precision = np.dtype("<f8" if entry.code == "F64" else "<f4")
-        parts = _parts(entry)
-        total = self._total[: length * precision.itemsize].view(precision)
-        share = self._share[: length * precision.itemsize].view(precision)
-        if not terms:
-            total[:] = 0
-        least = most = total
-        for number, (source, factor) in enumerate(terms):
-            place = source.header.entries[entry.name]
-            size = place.number.size // parts
-            raw = self._raw[: length * size]
-            source.read(raw, place.begin + start * size)
-            values = _widened(raw, place.code, share)
-            if within:
-                least = values.copy() if number == 0 else np.where(values < least, values, least)
-                most = values.copy() if number == 0 else np.where(values > most, values, most)
-            # Product and sum are rounded one by one, as torch does it in `fedqueue.aggregate`.
-            np.multiply(values, precision.type(factor), out=share)
-            if number == 0:
-                total[:] = share
-            else:
-                total += share
-        if within:
-            total[:] = np.where(total < least, least, np.where(total > most, most, total))
-        return total
-
-    def _put(self, entry: Entry, total: Buffer) -> None:
-        rounded = self._rounded(total, entry.code)
-        self._must_be_finite(entry, total, NUMBERS["F64" if entry.code == "F64" else "F32"])
-        if rounded is not total:
-            self._must_be_finite(entry, rounded, entry.number)
-        self._target.put(rounded.view(np.uint8).data)
-
-    def _rounded(self, total: Buffer, code: str) -> Buffer:
-        """`total` to the nearest number of that type, the even one of two; in the buffer of the terms read."""
-        if code == "F16":
-            half = self._raw[: 2 * len(total)].view("<f2")
-            half[:] = total
-            return half
-        if code == "BF16":
-            bits, step = total.view("<u4"), self._share[: total.nbytes].view("<u4")
-            np.right_shift(bits, 16, out=step)
-            step &= 1
-            step += 0x7FFF
-            step += bits
-            step >>= 16
-            half = self._raw[: 2 * len(total)].view("<u2")
-            half[:] = step
-            return half
-        return total
-
-    def _must_be_finite(self, entry: Entry, values: Buffer, number: Number) -> None:
-        if _count_not_finite(values.view(np.uint8), number, self._share):
-            raise TooLargeSumError(self._path, entry)
-
-
-def _precision(entry: Entry) -> np.dtype[Any]:
+def precision_of(entry: Entry) -> np.dtype[Any]:
     """In which a tensor is summed."""
     return np.dtype("<f8" if entry.code == "F64" else "<f4")
 
 
-def _parts(entry: Entry) -> int:
+def parts(entry: Entry) -> int:
     return 2 if entry.code == "C64" else 1  # a complex number is two real ones
 
 
-def _pieces(entry: Entry) -> Iterator[tuple[int, int]]:
+def pieces(entry: Entry) -> Iterator[tuple[int, int]]:
     """The place of the first of each so many real numbers that are summed at a time, and how many they are."""
-    count = entry.values * _parts(entry)
+    count = entry.values * parts(entry)
     return ((start, min(CHUNK_VALUES, count - start)) for start in range(0, count, CHUNK_VALUES))
 
 
-def _spans(entry: Entry) -> Iterator[tuple[int, int]]:
+def spans(entry: Entry) -> Iterator[tuple[int, int]]:
     """The bytes of these pieces: where each begins and where it ends, from the start of the file."""
-    size = entry.number.size // _parts(entry)
-    for start, length in _pieces(entry):
+    size = entry.number.size // parts(entry)
+    for start, length in pieces(entry):
         yield entry.begin + start * size, entry.begin + (start + length) * size
 
 
-def _all_spans(header: Header) -> Iterator[tuple[int, int]]:
+def all_spans(header: Header) -> Iterator[tuple[int, int]]:
     """Of a whole file, the header with them."""
     yield 0, header.length
     for entry in header.entries.values():
-        yield from _spans(entry)
+        yield from spans(entry)
 
 
-def _widened(raw: Buffer, code: str, out: Buffer) -> Buffer:
+def widened(raw: Buffer, code: str, out: Buffer) -> Buffer:
     """These bytes as numbers of `out`'s type, in `out` unless they are so already."""
     if code == "BF16":
         wide = out.view("<u4") if out.itemsize == 4 else np.empty(len(raw) // 2, "<u4")

@@ -337,10 +337,15 @@ class Run:
     def close(self) -> None:
         for name in self.actors:
             self.stop(name)
-        for line in self.left_behind():
-            with suppress(ProcessLookupError):
-                os.kill(int(line.split()[0]), signal.SIGKILL)
-        wait_for(lambda: not self.left_behind(), "nothing is left behind")
+
+        def none_left() -> bool:
+            found = self.left_behind()
+            for line in found:  # a scheduler may just have started what an agent submitted last
+                with suppress(ProcessLookupError):
+                    os.kill(int(line.split()[0]), signal.SIGKILL)
+            return not found
+
+        wait_for(none_left, "nothing is left behind")
 
     def __enter__(self) -> Run:
         return self

@@ -80,6 +80,7 @@ class Schedule:
     waits: tuple[float, ...] = ()
     keep_all: bool = False
     short_journal: bool = False
+    masked: bool = False
     beside: tuple[str, dict[str, Any]] | None = None  # strategy and options of a second run, both in one federation
 
     @property
@@ -201,10 +202,13 @@ def _lay_out(schedule: Schedule, base: Path) -> Run:
             evaluation=evaluation,
             model={"keep": "all" if schedule.keep_all else "needed"},
             facility=[{"name": name, "steps_per_second": 50.0} for name in FACILITIES],
+            trust={"masked": True, "least_members": 2} if schedule.masked else {},
         )
         for strategy, options in runs
     ]
     agent: dict[str, Any] = {"before": _arming(schedule, base)}
+    if schedule.masked:
+        agent |= {"masked_only": True, "masked_least_members": 2}
     if schedule.evaluates:
         agent["evaluate_command"] = shlex.join([sys.executable, "-I", "-S", str(harness.WORKER)])
     if schedule.real_worker:

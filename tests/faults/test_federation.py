@@ -73,7 +73,7 @@ def test_a_run_that_cannot_go_on_harms_no_other(tmp_path: Path) -> None:
 
 
 def test_a_site_takes_part_by_its_offers_alone(tmp_path: Path) -> None:
-    special = {"offer": {"special": {"command": COMMAND, "runs": ["chosen*"]}}}
+    special = {"offer": {"special": {"command": COMMAND, "runs": ["chosen*"], "users": ["operator"]}}}
     with Served(tmp_path, sites={"north": special, "south": {}}) as federation:
         federation.wait("both are heard of", lambda: all(s["offers"] for s in federation.listed()["sites"]))
         said = federation.submit("chosen", worker={"offer": "special"}, rounds=2)
@@ -84,10 +84,9 @@ def test_a_site_takes_part_by_its_offers_alone(tmp_path: Path) -> None:
         said = federation.say("submit", federation.folder, refused, fails=True)
         assert "worker.offer: no facility has the offer 'unheard'" in said
         assert not federation.run_folder("nobody").exists()
-        federation.submit("other", worker={"offer": "special"}, rounds=2)  # which north does not let use it
-        log = tmp_path / "north.log"
-        federation.wait("north says so", lambda: "run other is not taken part in" in log.read_text())
-        assert not federation.happened("other", JobStarted)
+        other = federation.config("other", worker={"offer": "special"}, rounds=2)  # which north does not let use it
+        said = federation.say("submit", federation.folder, other, fails=True)
+        assert "north takes no part: its offer 'special' is not for this run or this user" in said
 
 
 def test_what_a_site_shares_is_kept_to_by_all_runs_together(tmp_path: Path) -> None:
@@ -103,6 +102,25 @@ def test_what_a_site_shares_is_kept_to_by_all_runs_together(tmp_path: Path) -> N
         )
         assert len(spans) >= 10
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans)), "one after the other"
+
+
+def test_a_run_with_three_times_the_weight_gets_three_of_four_places(tmp_path: Path) -> None:
+    served = Served(tmp_path, sites={"north": {"agent": {"jobs_at_once": 1, "share_by": "jobs"}}})
+    with (served.folder / "federation.toml").open("a") as file:
+        file.write('\n[[share]]\nruns = ["heavy"]\nweight = 3.0\n')
+
+    def starts(name: str) -> list[float]:
+        jobs = (served.home("north") / "runs" / served.run_id(name)).glob("jobs/*/attempt-0/started")
+        return sorted(path.stat().st_mtime for path in jobs)
+
+    with served as federation:
+        for name in ("light", "heavy"):
+            federation.submit(name, rounds=100)
+        federation.wait("both have had their turns", lambda: len(starts("heavy")) > 12 and len(starts("light")) > 3)
+        heavy, light = starts("heavy"), starts("light")
+    begin, end = max(heavy[0], light[0]), heavy[12]
+    counts = [sum(begin <= at <= end for at in found) for found in (heavy, light)]
+    assert 2 <= counts[0] / counts[1] <= 4, counts
 
 
 def read_state(path: Path) -> dict[str, float]:

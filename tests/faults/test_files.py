@@ -85,9 +85,9 @@ def test_the_newest_refused_updates_of_each_facility_are_kept(tmp_path: Path) ->
 
 
 def test_no_failpoint_is_listed_twice_or_dead() -> None:
-    from fedqueue.files import POINTS, RENEWAL
+    from fedqueue.files import MASKS, POINTS, RENEWAL
 
-    every = (*POINTS, *RENEWAL)
+    every = (*POINTS, *RENEWAL, *MASKS)
     assert len(set(every)) == len(every)
     text = "".join(path.read_text() for path in (SOURCE / "fedqueue").rglob("*.py"))
     used: list[Any] = [point for point in every if f'failpoint("{point}")' in text]

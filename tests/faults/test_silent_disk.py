@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedqueue import tensorfile
+from fedqueue import tensorfile, tensorsum
 from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator.store import Store, traces
 from fedqueue.coordinator.transfers import BlobError, send_file
 from fedqueue.tensorbytes import Content, checksum
-from fedqueue.tensorfile import ChangedFileError, FileContribution, TensorFileError
+from fedqueue.tensorfile import ChangedFileError, TensorFileError
+from fedqueue.tensorsum import FileContribution
 from tests.coordinators import Served, serving, update
 from tests.faults.test_hindered import FEDAVG, PAIR, objects, state, until_it_is_over
 from tests.waiting import wait_for
@@ -76,7 +77,7 @@ class Objects:
             FileContribution(weight=0.25, trained=trained, base=self.current, base_key=0) for trained in self.trained
         ]
         with self.store.checking() as expected:
-            tensorfile.aggregate(self.current, contributions, "add_deltas", self.folder / "out", content=expected)
+            tensorsum.aggregate(self.current, contributions, "add_deltas", self.folder / "out", content=expected)
 
     def score(self, path: Path) -> None:
         self.store.verify(path.stem)
@@ -172,7 +173,7 @@ def test_what_reads_a_file_and_what_makes_it_know_the_same_pieces(tmp_path: Path
             return contents[-1]
 
         share = FileContribution(weight=1.0, trained=there.trained[0], base=there.current, base_key=0)
-        made = tensorfile.aggregate(there.current, [share], "add_deltas", out := tmp_path / "out", content=noted)
+        made = tensorsum.aggregate(there.current, [share], "add_deltas", out := tmp_path / "out", content=noted)
     for content in contents:
         assert content.checksums == there.content[there.store.path(content.sha256)].checksums
     tensorfile.verify(out, anew := Content(made.sha256))

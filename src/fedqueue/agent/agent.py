@@ -20,6 +20,7 @@ from fedqueue.agent.evaluation import Evaluation
 from fedqueue.agent.jobs import JobFolder, Jobs, Shared
 from fedqueue.agent.journal import Lease, Memory, Notes, Received, Reported, RunOver, SiteJob
 from fedqueue.agent.live_forecast import LiveForecast
+from fedqueue.agent.masking import Masking
 from fedqueue.agent.schedulers import (
     JobRequest,
     Scheduler,
@@ -81,7 +82,8 @@ class Agent:
         self._jobs = Jobs(config, home, facility, scheduler, Notes(home), run=run, worker=worker, site=site, name=name)
         self._model_cache = ModelCache(self._jobs, transport)
         self._evaluation = Evaluation(self._jobs, self._model_cache)
-        self._delivery = Delivery(self._jobs, transport)
+        self._masking = Masking(self._jobs, transport, self._model_cache)
+        self._delivery = Delivery(self._jobs, transport, self._masking)
         self._watching = Watching(self._jobs, self._delivery.on_its_way)
         self._live_forecast = LiveForecast.of(self._jobs)
 
@@ -148,6 +150,7 @@ class Agent:
         if self._delivery.moving or self._model_cache.busy:
             self._jobs.log.info("waiting for a transfer; Ctrl-C or `kill` once more ends at once, and nothing is lost")
         self._delivery.close()
+        self._masking.close()
         self._model_cache.close()
         try:
             self._say_goodbye()
@@ -204,7 +207,8 @@ class Agent:
 
     def _busy(self) -> bool:
         waits = self._model_cache.busy or (self._scores and self._evaluation.can_begin())
-        return bool(self._delivery.moving) or waits or bool(self._memory.reports)
+        moving = bool(self._delivery.moving) or self._masking.busy
+        return moving or waits or bool(self._memory.reports)
 
     @property
     def _scores(self) -> bool:
@@ -239,6 +243,7 @@ class Agent:
             stuck=stuck,
             run=self._jobs.run,
             cap_left=self._jobs.cap_left(),
+            mask_key=self._masking.key if self._jobs.masked else "",
         )
 
     def _tell_and_do(self) -> Turn:
@@ -267,7 +272,10 @@ class Agent:
         self._evaluation.wanted = answer.evaluate
         needed += self._evaluation.models() if self._scores else []
         self._model_cache.keep(needed, self._taken())
+        self._jobs.masked = answer.masked
         self._delivery.turn()
+        if answer.masked:
+            self._masking.turn(answer.group)
 
     def _ask(self) -> Generator[Poll, Answer, Answer | None]:
         """Tell what is new, and hear what is to be done; None: the coordinator does not know us yet, or is away."""
@@ -406,6 +414,8 @@ class Agent:
             folder.put_aside()  # of a job that is not in this journal, and may still run
         wall = self._jobs.wall(work)
         self._jobs.check_cap(wall, self._jobs.shortest_wall)
+        if self._jobs.privacy is not None:
+            self._jobs.privacy.must_leave_room()
         model = self._model_cache.path(work.job.model) if work.job.model is not None else None
         order, command = replace(work.order, wall_seconds=wall), self._jobs.settings.command
         self._jobs.prepare(folder, work.name, order, command, work.job.assignment, model)

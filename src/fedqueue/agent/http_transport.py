@@ -53,6 +53,7 @@ from fedqueue.protocol.service import (
     FederationStatus,
     KeptModel,
     KeptModels,
+    MaskedHandin,
     Offset,
     Refusal,
     RefusalBody,
@@ -250,7 +251,14 @@ class Client:
 
     def upload(self, path: Path, sequence: int, attempt: int, sha256: str, part: int = 0) -> None:
         """Sends what the coordinator does not have of the file yet. To `commit` it comes afterwards."""
-        place = update_path(sequence, attempt, sha256, part)
+        self._upload(path, update_path(sequence, attempt, sha256, part))
+
+    def give(self, path: Path, version: int, sha256: str, group: str) -> None:
+        place = f"/v1/masked/{version}/{sha256}"
+        self._upload(path, place)
+        self._checked(Verdict, self.call("POST", place, MaskedHandin(group=group)))
+
+    def _upload(self, path: Path, place: str) -> None:
         tries = _Tries(self._retries, self._backoff, self._longest_backoff)
         buffer = bytearray(BUFFER_BYTES)
         with path.open("rb", buffering=0) as file:

@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypeVar
 
 from fedqueue import PROTOCOL
 from fedqueue.agent.journal import Closed, Memory, Notes, SiteJob
+from fedqueue.agent.privacy import PrivacyAccount, account_of
 from fedqueue.agent.schedulers import (
     JobStatus,
     Scheduler,
@@ -66,6 +67,8 @@ class Shared(Protocol):
     """What the runs of one site share."""
 
     node_hours: float | None
+    privacy: PrivacyAccount | None
+    home: Path
 
     def node_seconds(self) -> tuple[float, float]:
         """Of all runs together: held by jobs that are over, and asked for by those under way."""
@@ -92,9 +95,12 @@ class Jobs:
     ) -> None:
         """`site`: what it shares with other runs; `name`: of this run among them."""
         self._site = site
+        self.privacy = site.privacy if site is not None else account_of(config.privacy, home)
         self.scheduling = config.scheduler
         self.settings = config.agent
         self.home = home
+        self.site_home = site.home if site is not None else home
+        self.masked = False  # updates go to groups, masked: as the coordinator said last
         self.facility = facility
         self.scheduler = scheduler
         self.notes = notes
@@ -133,6 +139,7 @@ class Jobs:
             assignment=work,
             model=None if model is None else str(model),
             run=self.run,
+            privacy=None if self.privacy is None else self.privacy.settings.of_jobs,
         )
         before, environment = self.settings.before, self.settings.environment
         folder.prepare(file, script(folder, command, before, environment, self._worker, label=order.job_id))

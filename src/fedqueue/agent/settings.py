@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
+from fedqueue.agent.privacy import PrivacySettings
 from fedqueue.agent.schedulers.base import LocalSettings, SchedulerSettings
 from fedqueue.agent.transport import Own
 from fedqueue.errors import ConfigError
 from fedqueue.files import only_ours
 from fedqueue.protocol.codec import at_least, more_than, read
-from fedqueue.protocol.service import DEFAULT_OFFER, Offer
+from fedqueue.protocol.service import DEFAULT_OFFER, Offer, RunHere
 from fedqueue.protocol.shares import ShareSettings
 
 
@@ -37,6 +37,8 @@ class AgentSettings:
     forecast: Literal["off", "scheduler", "boosting"] = "off"  # what is said to the coordinator of the next wait
     forecast_seconds: float = 60.0  # between two looks at the queue for it
     group_may_write: bool = False  # to this file and to the home: whoever may has its jobs do what they like
+    masked_only: bool = False  # nothing is handed in to a run whose coordinator could read it by itself
+    masked_least_members: int = 3  # facilities in a group, for which this one masks an update
     forecast_history: str | None = None  # boosting: a log of this queue to begin with, as `fedqueue history` reads
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class AgentSettings:
         more_than(self, 0, "poll_seconds", "forecast_seconds")
         at_least(self, 0, "grace_seconds", "node_hours")
         at_least(self, 1, "jobs_at_once")
+        at_least(self, 2, "masked_least_members")
         if self.key is not None and self.certificate is None:
             raise ValueError("key belongs to a certificate: give agent.certificate too")
         _check_variables(self.environment)
@@ -60,12 +63,14 @@ class OfferSettings:
     environment: dict[str, str] = field(default_factory=dict)  # beside that of the site
     node_hours: float | None = None  # cap on what all jobs of one run may hold; None: none
     jobs_at_once: int | None = None  # of one run, at the scheduler
-    runs: list[str] = field(default_factory=lambda: ["*"])  # which may use it, by patterns of their names
+    runs: list[str] | None = None  # which may use it, by patterns of their names; None: all
+    users: list[str] | None = None  # the same of who submitted them; "operator": on the server
     scheduler: SchedulerSettings | None = None
 
     def __post_init__(self) -> None:
         if not self.command.strip():
             raise ValueError("command must not be empty")
+        Offer(name="any", runs=self.runs, users=self.users)  # that they can be told
         at_least(self, 0, "node_hours")
         at_least(self, 1, "jobs_at_once")
         _check_variables(self.environment)
@@ -83,6 +88,7 @@ class AgentConfig:
     scheduler: SchedulerSettings = field(default_factory=LocalSettings)
     offer: dict[str, OfferSettings] = field(default_factory=dict)
     share: list[ShareSettings] = field(default_factory=list)
+    privacy: PrivacySettings | None = None
 
     def __post_init__(self) -> None:
         if not self.agent.command.strip() and not self.offer:
@@ -98,14 +104,19 @@ class AgentConfig:
     def to_tell(self) -> list[Offer]:
         """All that the other side hears of offers."""
         return [
-            Offer(name=name, nodes=getattr(found.scheduler or self.scheduler, "nodes", 1))
+            Offer(
+                name=name,
+                nodes=getattr(found.scheduler or self.scheduler, "nodes", 1),
+                runs=found.runs,
+                users=found.users,
+            )
             for name, found in self.offers.items()
         ]
 
-    def for_run(self, offer: str, name: str, home: Path) -> AgentConfig | None:
-        """For the jobs of one run of this name; None: it may not use that offer, or there is none."""
-        found = self.offers.get(offer)
-        if found is None or not any(fnmatchcase(name, pattern) for pattern in found.runs):
+    def for_run(self, run: RunHere, home: Path) -> AgentConfig | None:
+        """For the jobs of one run; None: it may not use the offer that it asks for, or there is none."""
+        found = self.offers.get(run.offer)
+        if found is None or not Offer(name=run.offer, runs=found.runs, users=found.users).is_for(run.name, run.owner):
             return None
         agent = replace(
             self.agent,
@@ -117,7 +128,7 @@ class AgentConfig:
             node_hours=found.node_hours,
             jobs_at_once=found.jobs_at_once,
         )
-        return AgentConfig(agent=agent, scheduler=found.scheduler or self.scheduler)
+        return AgentConfig(agent=agent, scheduler=found.scheduler or self.scheduler, privacy=self.privacy)
 
 
 def load_agent(path: Path) -> AgentConfig:

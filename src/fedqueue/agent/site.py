@@ -20,6 +20,7 @@ from typing import Final
 from fedqueue.agent.agent import LEAST_LEASE, Agent, Turn, next_after
 from fedqueue.agent.jobs import Jobs
 from fedqueue.agent.journal import Lease
+from fedqueue.agent.privacy import account_of
 from fedqueue.agent.schedulers import Scheduler, make_scheduler
 from fedqueue.agent.settings import AgentConfig
 from fedqueue.agent.transport import (
@@ -45,7 +46,9 @@ RUN: Final = re.compile(r"[0-9a-f]{8,64}")
 USES: Final = "uses.json"
 """In a site's home: how much of it each run has used."""
 OFFER: Final = "offer"
-"""In a run's home: which offer it uses, and the run's name, for a start without the server."""
+"""In a run's home: which offer it uses, the run's name and whose it is, for a start without the server."""
+OPERATOR: Final = "operator"
+"""Whose a run is that was submitted on the server's machine."""
 
 
 @message
@@ -59,7 +62,7 @@ class Use:
 class Site:
     def __init__(self, config: AgentConfig, home: Path, facility: str, transport: FederationTransport) -> None:
         self._config = config
-        self._home = home
+        self._home = self.home = home
         self._facility = facility
         self._transport = transport
         (home / RUNS).mkdir(parents=True, exist_ok=True)
@@ -75,10 +78,11 @@ class Site:
         self._turn = 0
         self._refused: dict[str, int] = {}  # runs that found no place, and in which turn that was
         self.node_hours = config.agent.node_hours
+        self.privacy = account_of(config.privacy, home)
         for folder in sorted((home / RUNS).iterdir()):  # their jobs go on, whether or not the server can be reached
             with suppress(OSError, ValueError):
-                offer, name = (folder / OFFER).read_text(encoding="utf-8").splitlines()
-                self._begin(RunHere(run=folder.name, name=name, offer=offer))
+                offer, name, *owner = (folder / OFFER).read_text(encoding="utf-8").splitlines()
+                self._begin(RunHere(run=folder.name, name=name, offer=offer, owner=(owner or [OPERATOR])[0]))
 
     # Life -----------------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class Site:
             self._trouble(run.run, f"run {one_line(run.run)[:80]!r} has no name that this site takes")
             return
         home = self._home / RUNS / run.run
-        config = self._config.for_run(run.offer, run.name, home)
+        config = self._config.for_run(run, home)
         if config is None:
             why = f"this site has no offer {run.offer!r} that it may use"
             self._trouble(run.run, f"run {one_line(run.name)[:80]} is not taken part in: {why}")
@@ -204,7 +208,7 @@ class Site:
                 site=self,
                 name=one_line(run.name)[:80],
             )
-            (home / OFFER).write_text(f"{run.offer}\n{run.name}\n", encoding="utf-8")
+            (home / OFFER).write_text(f"{run.offer}\n{run.name}\n{run.owner}\n", encoding="utf-8")
         except (FedQueueError, OSError) as error:
             self._trouble(run.run, f"run {one_line(run.name)[:80]} cannot begin here: {error}")
             return

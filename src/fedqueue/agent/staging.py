@@ -31,6 +31,7 @@ WORKER_FILES: Final = (
     "worker/find_work.py",
     "worker/job_folder.py",
     "worker/participate.py",
+    "worker/privacy.py",
 )
 """All that `fedqueue.participate` needs, relative to the package. They work with Python 3.9."""
 

@@ -18,6 +18,8 @@ from typing import Final
 
 from fedqueue.agent.jobs import STANDING, Jobs
 from fedqueue.agent.journal import SiteJob
+from fedqueue.agent.masking import Masking, NotMaskedError
+from fedqueue.agent.privacy import PrivacySpentError
 from fedqueue.agent.transport import CoordinatorRefusedError, Transport
 from fedqueue.errors import ConfigError, FedQueueError, StorageError
 from fedqueue.files import failpoint, write_json
@@ -75,6 +77,9 @@ class ModelCache:
 
     def path(self, model: ModelFile) -> Path:
         return self._models / f"v{model.version}-{model.sha256[:12]}.safetensors"
+
+    def file_of(self, version: int) -> Path | None:
+        return next(iter(self._models.glob(f"v{version}-*.safetensors")), None)
 
     def _look_over(self) -> None:
         """Drop what is not what its name says: the machine may have gone down before it was on the disk."""
@@ -183,9 +188,10 @@ class UpdateGoneError(FedQueueError):
 class Delivery:
     """How an agent hands in."""
 
-    def __init__(self, jobs: Jobs, transport: Transport) -> None:
+    def __init__(self, jobs: Jobs, transport: Transport, masking: Masking) -> None:
         self._jobs = jobs
         self._transport = transport
+        self._masking = masking
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="mover")  # one transfer at a time
         self._moving: dict[int, tuple[PartKey, Future[Verdict]]] = {}  # by sequence number
         self._not_before: dict[int, float] = {}  # monotonic: hand-ins that failed wait a little
@@ -240,8 +246,16 @@ class Delivery:
             raise UpdateGoneError(f"{folder.path.relative_to(self._jobs.home)}: its result is gone")
         if not update.is_file():
             raise UpdateGoneError(f"{update.relative_to(self._jobs.home)} is not there, but its result is")
+        account = self._jobs.privacy
+        spent = None if account is None else account.enter(folder.part(attempt, part), result)
+        masked, sha256 = self._jobs.masked, result.sha256
+        if self._jobs.settings.masked_only and not masked:
+            raise NotMaskedError("this site hands in masked updates alone (agent.masked_only), and the run takes none")
         try:
-            self._transport.upload(update, sequence, attempt, result.sha256, part)
+            if masked:
+                sha256 = self._masking.keep(sequence, key, update, result.trained.base_version)
+            else:
+                self._transport.upload(update, sequence, attempt, sha256, part)
         except CoordinatorRefusedError as error:
             if error.refusal != "superseded":
                 raise
@@ -254,9 +268,11 @@ class Delivery:
             part=part,
             run=self._jobs.run,
             turn_seconds=0.0 if begun is None else max(0.0, result.began_at - begun),
+            spent=spent,
+            masked=masked,
         )
         while True:
-            verdict = self._transport.commit(sequence, attempt, result.sha256, handin)
+            verdict = self._transport.commit(sequence, attempt, sha256, handin)
             if verdict.status != "checking":
                 failpoint("agent.committed")
                 return verdict
@@ -285,7 +301,7 @@ class Delivery:
 
     def _never(self, work: SiteJob, error: BaseException) -> str | None:
         """Why an update can never be handed in; None: it may be later."""
-        if isinstance(error, UpdateGoneError):
+        if isinstance(error, UpdateGoneError | PrivacySpentError | NotMaskedError):
             return str(error)
         if isinstance(error, CoordinatorRefusedError) and error.refusal == "refused":
             return f"its update was refused: {error.reason}"

@@ -40,6 +40,9 @@ class Transport(Protocol):
     def commit(self, sequence: int, attempt: int, sha256: str, handin: Handin) -> Verdict:
         """Say that all its bytes are there. Asked again, the answer is the same."""
 
+    def give(self, path: Path, version: int, sha256: str, group: str) -> None:
+        """Send this facility's part of the masked sum that makes a model, to the group of this name."""
+
     def download(self, version: int, target: Path, sha256: str) -> str:
         """Fetch a model into `target`, whole or not at all, from where an earlier try broke off."""
 

@@ -24,7 +24,7 @@ from fedqueue.plugins import plugins
 
 _OURS: Final = (
     *("demo", "init", "simulate", "compare", "plan", "history", "forecast"),
-    *("run", "page", "report", "models", "replay", "retrace", "journal", "doctor"),
+    *("run", "page", "report", "models", "replay", "retrace", "journal", "doctor", "sbom"),
     *("serve", "submit", "list", "logs", "user", "audit", "enroll", "agent"),
 )
 """Each is the name of its file here."""
@@ -81,14 +81,15 @@ def make_parser(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> a
 def _commands(named: str | None, more: Mapping[str, Any]) -> dict[str, Any]:
     """The one that is named, or else all. Ours come first: nothing can take the place of one."""
     verbs = {verb.__name__: verb for verb in operate.VERBS}
-    if named in verbs:
-        return {named: verbs[named]}
-    if named in _OURS:
-        return {named: import_module(f"fedqueue.cli.{named}")}
-    if named in more:
-        return {named: more[named]}
-    if named is not None and (found := plugins("commands", named)):
-        return found
+    if named is not None:
+        if named in verbs:
+            return {named: verbs[named]}
+        if named in _OURS:
+            return {named: import_module(f"fedqueue.cli.{named}")}
+        if named in more:
+            return {named: more[named]}
+        if found := plugins("commands", named):
+            return found
     ours: dict[str, Any] = {name: import_module(f"fedqueue.cli.{name}") for name in _OURS}
     return {**plugins("commands"), **more, **ours, **verbs}
 

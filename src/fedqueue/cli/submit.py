@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(json.loads(encode(begun))))
         return 0
-    print(f"run {begun.name} has begun: {begun.folder}")
+    print(f"run {begun.name} has begun: {args.federation / 'runs' / begun.name}")
     for note in begun.notes:
         print(f"  {note}")
     return 0

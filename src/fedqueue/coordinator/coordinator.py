@@ -12,15 +12,16 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fedqueue import tensorfile
+from fedqueue import masks, tensorsum
 from fedqueue.config import Config
+from fedqueue.coordinator.masking import Masking
 from fedqueue.coordinator.scoring import Scorer, Scores
 from fedqueue.coordinator.store import Store, what_is_wrong
 from fedqueue.engine import Engine, Listener
@@ -29,7 +30,7 @@ from fedqueue.files import failpoint
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.metrics import Tally
 from fedqueue.protocol.codec import encode
-from fedqueue.protocol.contract import facility_of, job_id
+from fedqueue.protocol.contract import REASON_LENGTH, facility_of, job_id
 from fedqueue.protocol.messages import (
     Aggregate,
     Command,
@@ -42,6 +43,7 @@ from fedqueue.protocol.messages import (
     ModelReady,
     ModelScored,
     PostWork,
+    Record,
     RolledBack,
     RunPaused,
     RunResumed,
@@ -49,6 +51,7 @@ from fedqueue.protocol.messages import (
     StopRequested,
     TimerFired,
     UpdateArrived,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     parse,
 )
@@ -194,6 +197,7 @@ class Coordinator:
         self._suspects: dict[str, str] = {}  # files that could not be used, by digest, with what for
         self._said = ""  # of this when the run is over, or of the ledger
         self.scores = Scores(self)
+        self.masking: Masking | None = None  # None: updates come as they are
         self._open(told=told)
         self.scores.scorer = scorer(self) if scorer is not None else None
 
@@ -210,6 +214,8 @@ class Coordinator:
             self.tally = Tally.of(self.config, self.state)
             self.state.views += () if told else self._views
             self.run_id: str = reader.meta["run"]
+            if self.config.trust.masked and self.masking is None:
+                self.masking = Masking(self.folder, self.run_id, self.config.trust)
             self.left_as = reader.meta.get("stopped")  # by a coordinator before us
             for name in reader.meta.get("left", []):
                 self.presence[name].left = True
@@ -261,6 +267,8 @@ class Coordinator:
             facility = self.state.facilities[command.facility]
             if heard is not None:  # nobody there has heard of those between
                 facility.forget_posts(lambda number: heard < number < facility.posted)
+        elif isinstance(command, Record) and command.kind == "overdue":
+            log.warning(f"{command.facts['facility']} is not waited for in this round: {command.facts['reason']}")
 
     # The thread -----------------------------------------------------------------------------------------
 
@@ -352,6 +360,8 @@ class Coordinator:
             failpoint("heartbeat.noted")
             self._look_after_ledger()
             self._look_around()
+            if self.state.stopped is None:
+                self._look_after_groups()
 
     def _fire_timers(self) -> None:
         while self.clock.running and self.state.stopped is None:
@@ -516,6 +526,10 @@ class Coordinator:
             return
         if not self.state.facilities[name].away:
             self.tell(FacilityLeft(at=self.now, facility=name))
+        command = self.next_wanted()
+        shares = command.weights if command is not None and self.masking is not None else ()
+        if command is not None and any(facility_of(share.job_id) == name for share in shares):
+            self.void(command, f"{name} was revoked")
         if not keep and any(facility_of(job) == name for job, _, _ in self.state.held_updates()):
             self.tell(UpdatesWithdrawn(at=self.now, facility=name, reason=f"{name} was revoked"))
 
@@ -543,16 +557,24 @@ class Coordinator:
         """Begin with the next model that can be made, and look again at files that could not be used."""
         if self._at_work or self._closing or self._patience.waits:
             return
-        command = self.state.making[min(self.state.making)] if self.state.making else None
+        command, masked = self.next_wanted(), list[Path]()
+        if command is not None and command.weights and self.masking is not None:
+            found = self.masking.given(command)
+            command, masked = (None, []) if found is None else (command, found)
         if command is not None or self._suspects:
             self._at_work = True
-            self._maker.submit(self._work, command, self._ingredients(command), dict(self._suspects))
+            contributions = [] if masked else self._ingredients(command)
+            self._maker.submit(self._work, command, contributions, dict(self._suspects), masked)
         else:
             self._sweep()
 
-    def _ingredients(self, command: Aggregate | None) -> list[tensorfile.FileContribution]:
+    def next_wanted(self) -> Aggregate | None:
+        """The model that is to be made next."""
+        return self.state.making[min(self.state.making)] if self.state.making else None
+
+    def _ingredients(self, command: Aggregate | None) -> list[tensorsum.FileContribution]:
         return [
-            tensorfile.FileContribution(
+            tensorsum.FileContribution(
                 weight=share.weight,
                 trained=self.store.path(receipt.digest),
                 base=self.store.path(self.outcomes.models[receipt.base_version]),
@@ -567,8 +589,9 @@ class Coordinator:
     def _work(
         self,
         command: Aggregate | None,
-        contributions: list[tensorfile.FileContribution],
+        contributions: list[tensorsum.FileContribution],
         suspects: Mapping[str, str],
+        masked: Sequence[Path],
     ) -> None:
         """In the maker's thread: the file of a new version, once all that was in the way is well."""
         made, agreement, doing = NOTHING, None, ""
@@ -577,17 +600,32 @@ class Coordinator:
                 self.store.verify(digest)
             if command is not None:
                 doing = f"model {command.to_version} cannot be made"
+                if masked:
+                    contributions = [self._unmasked(command, masked)]
                 made = self._make(command, contributions)
                 if command.agreement:
                     fresh = [c for c, share in zip(contributions, command.weights, strict=True) if not share.again]
-                    agreement = tensorfile.agreement(fresh)
+                    agreement = tensorsum.agreement(fresh)
+        except tensorsum.TooLargeSumError as error:
+            too_large = error  # which Python forgets at the end of this block
+            voice = tensorsum.to_blame(contributions, error.tensor) if not masked else None
+            self.ask(lambda: self._overflowed(command, too_large, voice))
         except Exception as error:
-            failure = error  # which Python forgets at the end of this block
+            failure = error
             self.ask(lambda: self._failed(doing, failure))
         else:
             self.ask(lambda: self._worked(command, made, agreement, suspects))
 
-    def _make(self, command: Aggregate, contributions: list[tensorfile.FileContribution]) -> Made:
+    def _unmasked(self, command: Aggregate, masked: Sequence[Path]) -> tensorsum.FileContribution:
+        """The sum of a whole group, as one update."""
+        digest = self.outcomes.models[command.from_version]
+        scratch, current = self.store.scratch(f"v{command.to_version}-sum"), self.store.path(digest)
+        content = masks.unmask(current, masked, scratch)
+        return tensorsum.FileContribution(
+            weight=1.0, trained=self.store.keep(scratch, content), base=current, base_key=digest
+        )
+
+    def _make(self, command: Aggregate, contributions: list[tensorsum.FileContribution]) -> Made:
         current = self.outcomes.models[command.from_version]
         moments = self.outcomes.moments.get(command.from_version, ())
         if command.to_version > command.from_version + 1:  # models were taken back, maybe because of their files
@@ -601,14 +639,14 @@ class Coordinator:
             if command.step is None:
                 kept: list[Path] = []
                 contents = [
-                    tensorfile.aggregate(
+                    tensorsum.aggregate(
                         path, contributions, rule, scratch, from_first=is_first, guard=guard, content=expected
                     )
                 ]
             else:
                 kept = [self.store.scratch(f"v{command.to_version}-moment{n}") for n in range(command.step.moments)]
-                step = tensorfile.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
-                contents = tensorfile.take_step(
+                step = tensorsum.FileStep(step=command.step, moments=[*map(self.store.path, moments)], out=kept)
+                contents = tensorsum.take_step(
                     path, contributions, rule, scratch, step, from_first=is_first, guard=guard, content=expected
                 )
         for made, content in zip([scratch, *kept], contents, strict=True):
@@ -636,6 +674,42 @@ class Coordinator:
         if not self._suspects:
             self._mended()
         self.pump()
+
+    def _overflowed(self, command: Aggregate | None, error: tensorsum.TooLargeSumError, voice: Hashable) -> None:
+        """The sum is more than its type holds: whoever moves the tensor furthest has no part in this model."""
+        self._at_work = False
+        if command is not None and self.masking is not None and self.state.stopped is None:
+            self.void(command, "what they gave is no sum of masked updates")
+            return
+        if command is None or voice is None or self.state.stopped is not None:
+            self._failed("the model cannot be made", error)
+            return
+        facility, reason = str(voice), f"{error.reason}; its facility moves that furthest"
+        log.warning(f"model {command.to_version} is made without {facility}: {reason}")
+        self._make_without(command.to_version, facility, reason)
+
+    def _make_without(self, version: int, facility: str, reason: str, *, blamed: bool = False) -> None:
+        short = reason[:REASON_LENGTH]
+        self.tell(UpdatesUnusable(at=self.now, version=version, facility=facility, reason=short, blamed=blamed))
+
+    def void(self, command: Aggregate, why: str, missing: Collection[str] = ()) -> None:
+        """A group of masked updates is of no use but whole: none of them counts. `missing`: because of these."""
+        names = sorted({facility_of(share.job_id) for share in command.weights})
+        reason = f"the group of {', '.join(names)} for model {command.to_version} is void: {why}"
+        log.warning(reason)
+        for name in names:
+            self._make_without(command.to_version, name, reason, blamed=name in missing)
+
+    def _look_after_groups(self) -> None:
+        command = self.next_wanted()
+        if self.masking is None or command is None or not command.weights:
+            return
+        if self.masking.too_few(command):
+            self.void(command, "it has too few members")
+        elif self.masking.is_overdue(command) and (missing := self.masking.missing(command)):
+            self.void(command, f"{', '.join(missing)} did not give its part in time", missing)
+        else:
+            self.pump()  # after a start all may be there, and only their keys came since
 
     # Faults that somebody must mend ---------------------------------------------------------------------
 
@@ -696,4 +770,6 @@ class Coordinator:
         if unheard:  # a job may have taken an older version before we were there to hear of it
             needed |= self._found
         self.store.sweep(needed)
+        if self.masking is not None:
+            self.masking.sweep(state.making)
         self.store.sweep_uploads(lambda name, sequence: state.open_or_cancelled(job_id(name, sequence)) is not None)

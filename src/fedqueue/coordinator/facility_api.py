@@ -7,6 +7,7 @@ says, and its jobs by their number at that facility; so it cannot even name what
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from fedqueue import tensorfile
+from fedqueue import masks, tensorfile, tensorsum
 from fedqueue.coordinator.coordinator import Coordinator, Presence, Refused
 from fedqueue.coordinator.transfers import Update
 from fedqueue.files import failpoint, sync
@@ -25,6 +26,7 @@ from fedqueue.protocol.contract import (
     EvaluationRequest,
     FurtherWork,
     JobOrder,
+    MaskGroup,
     ModelFile,
     PostedWork,
     Receipt,
@@ -93,6 +95,8 @@ class FacilityApi:
         if asked.cap_left != coordinator.state.facilities[facility].cap_left:
             coordinator.tell(NodeHoursTold(at=coordinator.now, facility=facility, left=asked.cap_left))
         coordinator.heard(facility)
+        if coordinator.masking is not None and asked.mask_key:
+            coordinator.masking.keys[facility] = asked.mask_key
         known = self.must_follow(facility, asked)
         with coordinator.together():
             for report in asked.reports:
@@ -171,7 +175,74 @@ class FacilityApi:
             evaluate=evaluation,
             over=state.stopped if over else None,
             run=asked.run,
+            masked=self._coordinator.masking is not None,
+            group=None if stopped else self.group_of(facility),
         )
+
+    def group_of(self, facility: str) -> MaskGroup | None:
+        """That waits for what this facility gives."""
+        masking, command = self._coordinator.masking, self._coordinator.next_wanted()
+        if masking is None or command is None:
+            return None
+        group = masking.group(command)
+        if group is None or facility not in group.keys or masking.place(group, facility).exists():
+            return None
+        return group
+
+    def size_of_gift(self, version: int) -> int:
+        """Bytes that a facility gives to the group of this model."""
+        coordinator, masking = self._coordinator, self._coordinator.masking
+        digest = coordinator.outcomes.models.get(version - 1)
+        if masking is None or digest is None or not coordinator.counts_on(digest):
+            raise Refused(410, f"no group of model {version} waits")
+        if masking.size is None:
+            masking.size = masks.masked_bytes(tensorfile.read_header(coordinator.store.path(digest)))
+        return masking.size
+
+    def may_give(self, facility: str, version: int, size: int, sha256: str) -> Path:
+        """Where the bytes go that it gives to a group."""
+        coordinator, group = self._coordinator, self.group_of(facility)
+        if coordinator.masking is None or group is None or group.version != version:
+            raise Refused(410, f"no group of model {version} waits for {facility}")
+        expected = self.size_of_gift(version)
+        if size != expected:
+            raise Refused(413, f"what is given to a group has {expected} bytes here, this has {size}")
+        if size > coordinator.store.room():
+            raise Refused(507, "the coordinator's disk is full; it can come later")
+        return coordinator.masking.upload(group, facility, sha256)
+
+    async def give(self, facility: str, version: int, sha256: str, name: str, ask: Ask) -> Verdict:
+        """All its bytes are there: they count if they are of the group that waits now."""
+
+        def begin() -> tuple[Path, Path] | None:
+            masking, group = self._coordinator.masking, self.group_of(facility)
+            if masking is None or group is None or group.version != version:
+                return None
+            if masks.name_of(group) != name:
+                raise Refused(410, "this is not the group that waits now")
+            return masking.upload(group, facility, sha256), masking.place(group, facility)
+
+        places: tuple[Path, Path] | None = await ask(begin)
+        if places is None:  # asked again, or too late
+            return Verdict(status="accepted")
+        upload, place = places
+        if not upload.exists():
+            raise Refused(409, "its bytes are not here", offset=0)
+        found = await asyncio.get_running_loop().run_in_executor(self._checker, _sha256_on_disk, upload)
+        if found != sha256:
+            upload.unlink(missing_ok=True)
+            raise Refused(409, f"{tensorfile.OTHER_BYTES} {found}, expected {sha256}", offset=0)
+
+        def keep() -> Verdict:
+            if upload.exists() and begin() is not None:
+                upload.replace(place)
+                sync(place.parent)
+                failpoint("mask.kept")
+                self._coordinator.pump()
+            return Verdict(status="accepted")
+
+        kept: Verdict = await ask(keep)
+        return kept
 
     def _order(self, job: JobState) -> JobOrder:
         work = job.assignment
@@ -254,6 +325,8 @@ class FacilityApi:
     def may_upload(self, update: Update, size: int) -> Path:
         """Where the bytes of this update go. Only an open job of this facility may bring one."""
         coordinator = self._coordinator
+        if coordinator.masking is not None:
+            raise Refused(422, "this run takes masked updates alone: their bytes go to a group")
         job = self._open(update)
         newest = coordinator.state.newest
         like = job.assignment.base_version if job.assignment is not None else newest
@@ -323,6 +396,9 @@ class FacilityApi:
         verdict: Verdict | None = await ask(lambda: self._verdict(key))
         if verdict is not None:
             return verdict
+        if handin.masked:
+            masked: Verdict = await ask(lambda: self._settle(update, handin, None, None, None, None))
+            return masked
         upload, like = await ask(lambda: self._to_check(update, handin))
         loop = asyncio.get_running_loop()
         try:
@@ -360,25 +436,31 @@ class FacilityApi:
         self,
         update: Update,
         handin: Handin,
-        upload: Path,
-        content: Content,
+        upload: Path | None,
+        content: Content | None,
         reason: str | None,
         norm: float | None,
     ) -> Verdict:
+        """`upload` and its content are None where its bytes stay at the facility, to be masked for a group."""
         coordinator = self._coordinator
         self._open(update)  # it may have been closed while its bytes were looked at
+        if handin.masked != (coordinator.masking is not None):
+            takes = "masked updates alone" if coordinator.masking is not None else "no masked updates"
+            raise Refused(422, f"this run takes {takes}")
+        if handin.trained.base_version not in coordinator.outcomes.models:
+            reason = "the model it was trained from is no longer here"
         if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
             # Not what was sent, or not what was meant: it may come again.
             coordinator.store.drop_uploads(update.facility, update.sequence)
             raise Refused(409, reason, offset=0)
         if reason is not None:
-            if upload.exists() and upload.suffix == ".part":
+            if upload is not None and upload.exists() and upload.suffix == ".part":
                 coordinator.store.refuse(upload)
             job, attempt, part = update.key
             event = UpdateRejected(at=coordinator.now, job_id=job, attempt=attempt, part=part, reason=reason)
             coordinator.tell(event, origin=f"update/{job}/{attempt}/{part}/rejected")
             return Verdict(status="rejected", reason=reason)
-        if upload.suffix == ".part":
+        if upload is not None and content is not None and upload.suffix == ".part":
             coordinator.store.keep(upload, content)
         done = {name: value for name, value in body(handin.trained).items() if name != "metrics"}
         receipt = Receipt(
@@ -387,8 +469,9 @@ class FacilityApi:
             part=update.part,
             admission_delay=handin.admission_delay,
             turn_seconds=handin.turn_seconds,
-            digest=update.sha256,
+            digest="" if handin.masked else update.sha256,
             norm=norm,
+            spent=handin.spent,
             **done,
         )
         arrived = UpdateArrived(at=coordinator.now, receipt=receipt)
@@ -397,6 +480,12 @@ class FacilityApi:
         coordinator.arrived(told)
         coordinator.store.drop_uploads(update.facility, update.sequence)
         return Verdict(status="accepted")
+
+
+def _sha256_on_disk(upload: Path) -> str:
+    sync(upload)
+    with upload.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _looked_at(upload: Path, like: Path | None, content: Content) -> tuple[str | None, float | None]:
@@ -410,7 +499,7 @@ def _looked_at(upload: Path, like: Path | None, content: Content) -> tuple[str |
         if reason is not None:
             return reason, None
         sync(upload)
-        return None, tensorfile.norm_of_change(upload, like)
+        return None, tensorsum.norm_of_change(upload, like)
     except OSError as error:
         raise tensorfile.UnreadableFileError(upload, error) from None
     except tensorfile.UnreadableFileError:

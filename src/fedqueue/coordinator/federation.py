@@ -290,7 +290,7 @@ class Federation:
             self.runs[run.id] = run
             run.start()
         log.info(f"run {run.name} ({run.id}) was submitted by {plain_name(who)}")
-        return Submitted(run=run.id, name=run.name, folder=str(folder), notes=notes)
+        return Submitted(run=run.id, name=run.name, folder=self._place(run, who), notes=notes)
 
     def _wanted(self, submission: Submission, who: str) -> tuple[Config, dict[str, Any], list[str]]:
         """Its config without the sites that cannot take part, and what its submitter should know."""
@@ -315,12 +315,17 @@ class Federation:
         offer, enrolled, notes, without = config.worker.offer, self.access.enrolled(), [], set()
         for facility in config.facility:
             seen = self.seen.get(facility.name)
+            offers = {} if seen is None else {found.name: found for found in seen.offers}
             if facility.name not in enrolled:
-                notes.append(f"{facility.name} is not enrolled: fedqueue invite {self.folder} {facility.name}")
+                invite = f": fedqueue invite {self.folder} {facility.name}" if who == OPERATOR else ""
+                notes.append(f"{facility.name} is not enrolled{invite or '; an operator of the federation invites it'}")
             elif seen is None:
                 notes.append(f"{facility.name} has not been heard of since this server started")
-            elif offer not in (there := [found.name for found in seen.offers]):
-                notes.append(f"{facility.name} takes no part: it has no offer {offer!r}, only {', '.join(there)}")
+            elif offer not in offers:
+                notes.append(f"{facility.name} takes no part: it has no offer {offer!r}, only {', '.join(offers)}")
+                without.add(facility.name)
+            elif not offers[offer].is_for(config.run.name, plain_name(who)):
+                notes.append(f"{facility.name} takes no part: its offer {offer!r} is not for this run or this user")
                 without.add(facility.name)
         if without:
             tree["facility"] = [one for one in tree["facility"] if one["name"] not in without]
@@ -343,13 +348,20 @@ class Federation:
 
     # How it gets on ------------------------------------------------------------------------------------
 
-    def status(self, ask: Callable[[Run], tuple[str, int | None, float | None]]) -> FederationStatus:
+    def _place(self, run: Run, who: str) -> str:
+        """Its folder; who is not on this machine has no use for what lies above."""
+        return str(run.folder if who == OPERATOR else run.folder.relative_to(self.folder))
+
+    def status(self, who: str, ask: Callable[[Run], tuple[str, int | None, float | None]]) -> FederationStatus:
         enrolled = self.access.enrolled()
         names = sorted({*enrolled, *(name for run in self.runs.values() for name in run.facilities)})
         return FederationStatus(
-            folder=str(self.folder),
+            folder=str(self.folder) if who == OPERATOR else "",
             sites=[self._site(name, name in enrolled) for name in names],
-            runs=[self._run(run, *ask(run)) for run in sorted(self.runs.values(), key=lambda run: run.name)],
+            runs=[
+                self._run(run, self._place(run, who), *ask(run))
+                for run in sorted(self.runs.values(), key=lambda run: run.name)
+            ],
         )
 
     def _site(self, name: str, enrolled: bool) -> SiteStatus:
@@ -362,11 +374,11 @@ class Federation:
         )
 
     @staticmethod
-    def _run(run: Run, state: str, model: int | None, score: float | None) -> HostedRun:
+    def _run(run: Run, place: str, state: str, model: int | None, score: float | None) -> HostedRun:
         return HostedRun(
             name=run.name,
             run=run.id,
-            folder=str(run.folder),
+            folder=place,
             state=state,
             model=model,
             score=score,

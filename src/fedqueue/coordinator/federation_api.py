@@ -86,8 +86,8 @@ class FederationApi(Service):
             for run in runs
         ]
 
-    async def overview(self) -> dict[str, Any]:
-        found = await asyncio.get_running_loop().run_in_executor(None, self.federation.status, _how_it_gets_on)
+    async def overview(self, who: str) -> dict[str, Any]:
+        found = await asyncio.get_running_loop().run_in_executor(None, self.federation.status, who, _how_it_gets_on)
         runs = [{**body(run), "id": run.run, "folder": ""} for run in found.runs]
         return {"sites": [body(site) for site in found.sites], "runs": runs}
 
@@ -172,7 +172,7 @@ async def _answer(api: FederationApi, who: str, poll: Poll) -> RunAnswer:
 
 
 async def _status(api: FederationApi, call: Call) -> FederationStatus:
-    return await asyncio.get_running_loop().run_in_executor(None, api.federation.status, _how_it_gets_on)
+    return await asyncio.get_running_loop().run_in_executor(None, api.federation.status, call.who, _how_it_gets_on)
 
 
 def _how_it_gets_on(run: Run) -> tuple[str, int | None, float | None]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, TypeVar
 
@@ -32,9 +33,9 @@ from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.coordinator import Coordinator, Refused
 from fedqueue.coordinator.endpoints import Call, Endpoint, address_of
 from fedqueue.coordinator.facility_api import FacilityApi
+from fedqueue.coordinator.older_protocol import OldAnswer, in_older_words
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
 from fedqueue.coordinator.page_api import PAGE, status_of
-from fedqueue.coordinator.protocol_1 import OldAnswer, in_protocol_1
 from fedqueue.coordinator.rights import RIGHTS, Right, who_may
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, Update, Uploads, have, receive, send_file
@@ -42,13 +43,14 @@ from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import failpoint
 from fedqueue.page.pages import Pages, Source
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import MOST_REPORTS, Address, Answer, Invitation, one_line
+from fedqueue.protocol.contract import MOST_REPORTS, Address, Answer, Invitation, Verdict, one_line
 from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Scored, Started, Took
 from fedqueue.protocol.service import (
     Done,
     Enrolled,
     EnrolmentRequest,
     Health,
+    MaskedHandin,
     Offset,
     RefusalBody,
     Renewed,
@@ -71,12 +73,13 @@ KEY_LENGTH: Final = 100
 SAID_LENGTH: Final = 300
 """Characters of a reason: it may quote what it refuses."""
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
-PROTOCOLS: Final = (PROTOCOL, PROTOCOL - 1)
+OLDER: Final = ("1", "2")
+"""Protocols whose agents are served too."""
 
 RENEW: Final = "FedQueue-Renew"
 """A header of answers: it is time to ask for a new credential."""
 
-Reply = Response | Answer | OldAnswer | Invitation | Enrolled | Offset | Done | RunStatus | Health | Schema
+Reply = Response | Verdict | Answer | OldAnswer | Invitation | Enrolled | Offset | Done | RunStatus | Health | Schema
 
 
 _may_still_ask: ContextVar[Callable[[], object]] = ContextVar("_may_still_ask", default=lambda: None)
@@ -130,7 +133,7 @@ class Service:
         """Who asks, which must have that right; nobody's name where anyone may. Costs the coordinator nothing.
         `under_way`: the request was begun before."""
         said = request.headers.get("fedqueue-protocol", str(PROTOCOL))
-        if said not in map(str, PROTOCOLS):
+        if said not in (str(PROTOCOL), *OLDER):
             raise Refused(426, f"protocol {said[:20]!r} is not spoken here, only {PROTOCOL}; update one of the two")
         if right is None:
             return ""
@@ -185,7 +188,7 @@ class Api(Service):
             )
             self.pages = Pages(lambda: [shown], title=name)
 
-    async def overview(self) -> dict[str, Any]:
+    async def overview(self, who: str) -> dict[str, Any]:
         return {}
 
     def at_work(self) -> list[Coordinator]:
@@ -366,8 +369,7 @@ async def answer_poll(api: Api, who: str, said: Poll) -> Answer:
 
 async def _poll(api: Api, call: Call) -> Reply:
     answer = await answer_poll(api, call.who, call.body)
-    is_older = call.request.headers.get("fedqueue-protocol") == str(PROTOCOL - 1)
-    return in_protocol_1(answer) if is_older else answer
+    return in_older_words(answer) if call.request.headers.get("fedqueue-protocol") in OLDER else answer
 
 
 def _must_be_this_run(api: Api, theirs: str) -> None:
@@ -444,13 +446,44 @@ async def _commit(api: Api, call: Call) -> Reply:
     return _Json(answer, 202 if answer.status == "checking" else 200)
 
 
+def _given(call: Call) -> Update:
+    """What a facility gives to the group of a model, as the bytes of an update that no job brings."""
+    return Update(f"{call.who}@masked", call.path["version"], 0, 0, call.path["sha256"])
+
+
+async def _given_offset(api: Api, call: Call) -> Offset:
+    at = call.path
+    size = await api.ask(lambda: api.facility_api.size_of_gift(at["version"]))
+    path = await api.ask(lambda: api.facility_api.may_give(call.who, at["version"], size, at["sha256"]))
+    return Offset(offset=have(path))
+
+
+async def _give(api: Api, call: Call) -> Offset:
+    at = call.path
+    path = await api.ask(lambda: api.facility_api.may_give(call.who, at["version"], at["bytes"], at["sha256"]))
+
+    async def bring() -> int:
+        _may_still_ask.get()()
+        return await receive(call.request, path, offset=at["offset"], total=at["bytes"])
+
+    return Offset(offset=await api.uploads.write(_given(call), bring, lambda: have(path)))
+
+
+async def _given_all(api: Api, call: Call) -> Verdict:
+    with api.uploads.checked(_given(call)):
+        await api.uploads.end(_given(call))
+        at = call.path
+        return await api.facility_api.give(call.who, at["version"], at["sha256"], call.body.group, api.ask)
+
+
 def _update(call: Call) -> Update:
     at = call.path
     return Update(call.who, at["sequence"], at["attempt"], at.get("part", 0), at["sha256"])
 
 
 async def _status(api: Api, call: Call) -> RunStatus:
-    return await api.ask(lambda: status(api.coordinator, api.access))
+    found = await api.ask(lambda: status(api.coordinator, api.access))
+    return found if call.who == OPERATOR else replace(found, folder="")
 
 
 def _steering(word: str) -> Endpoint:
@@ -528,23 +561,21 @@ RENEWAL: Final = Endpoint(
 
 UPDATE: Final = "/v1/updates/{sequence}/{attempt}/{sha256}"
 PART: Final = "/v1/updates/{sequence}/{attempt}/part-{part}/{sha256}"  # of a job that stays, after its first
+MASKED: Final = "/v1/masked/{version}/{sha256}"
+
+Handle = Callable[[Any, Call], Awaitable[Any]]
 
 
-def _update_endpoints(path: str) -> tuple[Endpoint, ...]:
-    put = Endpoint(
-        method="PUT", path=path, right="train", handle=_upload, query=("offset", "bytes"), about="bytes of an update"
-    )
+def _bringing(path: str, what: str, offset: Handle, bring: Handle, commit: Handle, body: type) -> tuple[Endpoint, ...]:
+    """A file of many bytes: asked about, sent, and committed."""
+    there = f"how many bytes of {what} are here"
     return (
-        Endpoint(method="GET", path=path, right="train", handle=_offset, about="how many bytes of an update are here"),
-        put,
+        Endpoint(method="GET", path=path, right="train", handle=offset, about=there),
         Endpoint(
-            method="POST",
-            path=path,
-            right="train",
-            handle=_commit,
-            body=Handin,
-            most=64 << 10,
-            about="all bytes are here",
+            method="PUT", path=path, right="train", handle=bring, query=("offset", "bytes"), about=f"bytes of {what}"
+        ),
+        Endpoint(
+            method="POST", path=path, right="train", handle=commit, body=body, most=64 << 10, about="all bytes are here"
         ),
     )
 
@@ -555,8 +586,9 @@ ENDPOINTS: Final = (
     enrolling(_enrol),
     Endpoint(method="POST", path="/v1/poll", right="train", handle=_poll, body=Poll, about="reports, and what to do"),
     Endpoint(method="GET", path="/v1/models/{version}", right="train", handle=_model, about="a model, or a part"),
-    *_update_endpoints(UPDATE),
-    *_update_endpoints(PART),
+    *_bringing(UPDATE, "an update", _offset, _upload, _commit, Handin),
+    *_bringing(PART, "an update", _offset, _upload, _commit, Handin),
+    *_bringing(MASKED, "what a facility gives to a group", _given_offset, _give, _given_all, MaskedHandin),
     RENEWAL,
     Endpoint(method="GET", path="/v1/status", right="look", handle=_status, about="how the run gets on"),
     _steering("pause"),

@@ -27,8 +27,8 @@ class HasPages(Protocol):
     access: Access
     pages: Pages | None
 
-    async def overview(self) -> Mapping[str, Any]:
-        """What the page is told beside the runs, such as sites."""
+    async def overview(self, who: str) -> Mapping[str, Any]:
+        """What it is told beside the runs, such as sites."""
 
     def at_work(self) -> Sequence[Coordinator]:
         """Of the runs here."""
@@ -74,7 +74,7 @@ async def _file(pages: Pages, call: Call, _: Sequence[str]) -> Response:
 
 
 async def _runs(api: HasPages, call: Call) -> Response:
-    return _pages(api).runs(await api.overview())
+    return _pages(api).runs(await api.overview(call.who))
 
 
 async def _metrics(api: HasPages, call: Call) -> Response:

@@ -23,7 +23,7 @@ from fedqueue.errors import ConfigError, RunFolderError
 from fedqueue.files import write_json
 from fedqueue.ledger import FILE, Ledger, storage_error
 from fedqueue.metrics import Summary
-from fedqueue.protocol.aggregation import must_match, special
+from fedqueue.protocol.aggregation import FACTOR, must_match, special
 from fedqueue.protocol.plan import FacilityProfile, Plan
 from fedqueue.runs import SUMMARY, describe
 from fedqueue.training.job import StoredTask
@@ -104,6 +104,8 @@ def ensure_ledger(config: Config, folder: Path, make_model: MakeModel = first_mo
         meta["owner"] = owner
     first = Store(folder).path(digest)
     roles = special(tensorfile.roles(tensorfile.read_header(first), first))
+    if config.trust.masked and FACTOR in roles.values():
+        raise ConfigError("trust.masked: the model has factors, of whose products nobody could make the sum")
     Ledger(path, {**meta, "run": secrets.token_hex(8), "first_model": digest, "roles": roles}).close()
 
 
@@ -153,6 +155,7 @@ def make_plan(config: Config, sizes: Sequence[int] | None, learned: Mapping[str,
         stop_at_score=run.stop_at_score,
         failures=config.failures,
         trust=config.trust,
+        overdue_seconds=config.server.overdue_seconds,
     )
 
 

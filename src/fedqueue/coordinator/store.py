@@ -158,10 +158,6 @@ def traces(path: Path) -> Traces | None:
 
 def what_is_wrong(error: Exception, folder: Path, names: Mapping[str, str]) -> str:
     """What is wrong, with which file, and what to do, in one line. `names`: what is called how, by its sha256."""
-    if isinstance(error, tensorfile.TooLargeSumError):
-        return (
-            f"{error.reason}; `fedqueue stop` ends the run with the models that there are; learn at a lower rate then"
-        )
     if isinstance(error, tensorfile.TensorFileError):
         name = names.get(error.path.stem)
         if name is None:

@@ -222,7 +222,7 @@ class Uploads:
                 del self._writing[update]
 
     async def end_all(self, facility: str) -> None:
-        for update in [update for update in self._writing if update.facility == facility]:
+        for update in [update for update in self._writing if update.facility.partition("@")[0] == facility]:
             await self.end(update)
 
     @contextmanager

@@ -49,6 +49,9 @@ class Buffer:
     def add(self, update: Update) -> None:
         self._waiting.append(update)
 
+    def facilities(self) -> set[str]:
+        return {update.facility for update in self._waiting}
+
     def drop(self, updates: Sequence[Update]) -> None:
         """They were withdrawn."""
         self._waiting = [update for update in self._waiting if update not in updates]

@@ -185,6 +185,47 @@ class Standing:
 
 
 @message
+class Privacy:
+    """What a site asks of its jobs, for the sake of the data that they read."""
+
+    unit: Literal["update", "records"]  # what is protected: all of the site's data, or each record
+    clip: float
+    noise: float
+
+    def __post_init__(self) -> None:
+        positive(self, "clip", "noise")
+
+
+@message
+class Mechanism:
+    """Gaussian noise as an accountant sees it."""
+
+    noise: float  # standard deviation over the furthest that what is protected can move the sum
+    rate: float = 1.0  # the chance of a record to be in a batch; 1: all are
+    count: int = 1  # how often
+
+    def __post_init__(self) -> None:
+        positive(self, "noise")
+        if not 0 < self.rate <= 1:
+            raise bad(self, "rate", "more than 0, and 1 at most")
+        if not 1 <= self.count <= BIGGEST:
+            raise bad(self, "count", "1 or more")
+
+
+@message
+class Spent:
+    """What all that ever left a site says of its data at the most, as the site reckons: by (epsilon, delta)."""
+
+    epsilon: float
+    delta: float
+    unit: Literal["update", "records"]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= BIGGEST or not 0 < self.delta < 1:
+            raise ValueError("epsilon must be 0 or more, and delta between 0 and 1")
+
+
+@message
 class Receipt:
     """What came back with an update, without its tensors."""
 
@@ -204,6 +245,7 @@ class Receipt:
     """Of a job that stays: from its start, or from taking the work of a further part, to its first step."""
     norm: Optional[float] = later(default=None)
     """How far it moves the parameters from its base (L2), as its receiver measured it; None: nobody did."""
+    spent: Optional[Spent] = later(default=None)  # with it; None: its site keeps no account
 
     def __post_init__(self) -> None:
         count(self, "attempt", "base_version", "steps_done", "samples", "nodes", "part", "ahead")
@@ -330,6 +372,39 @@ class EvaluationRequest:
 
 
 @message
+class MaskShare:
+    """One update in a group, and how much it weighs there."""
+
+    job_id: JobId
+    attempt: int
+    part: int
+    weight: float
+
+    def __post_init__(self) -> None:
+        _countable(self, "attempt", "part")
+        seconds(self, "weight")
+
+
+@message
+class MaskGroup:
+    """Facilities whose updates are masked for each other, and summed to make a model: all of them, or none."""
+
+    run: str
+    version: int  # that is made
+    updates: list[MaskShare]
+    keys: dict[str, str]  # public, by facility
+
+    def __post_init__(self) -> None:
+        _countable(self, "version")
+        if len(self.updates) > MOST_REPORTS or len(self.keys) > MOST_REPORTS:
+            raise ValueError(f"updates must be {MOST_REPORTS} at most, and keys too")
+        if {facility_of(share.job_id) for share in self.updates} != set(self.keys):
+            raise ValueError("keys must be those of the facilities whose updates these are")
+        if not all(_SHA256.fullmatch(key) for key in self.keys.values()):
+            raise ValueError("keys must be 64 hexadecimal digits each")
+
+
+@message
 class Answer:
     """To a poll: what a facility shall do."""
 
@@ -341,6 +416,8 @@ class Answer:
     over: Optional[str] = None  # why the run is over
     run: str = later(default="")  # which one, for who named it
     further: Optional[list[FurtherWork]] = later(default=None)  # None: there is none
+    masked: bool = later(default=False)  # updates are handed in masked, when a group is there for them
+    group: Optional[MaskGroup] = later(default=None)  # that waits for what this facility gives
 
     def __post_init__(self) -> None:
         _countable(self, "received")
@@ -373,6 +450,7 @@ class OrderFile:
     assignment: Optional[Assignment] = None
     model: Optional[str] = None  # its file; comes with an assignment
     run: str = later(default="")
+    privacy: Optional[Privacy] = later(default=None)
 
     def __post_init__(self) -> None:
         if self.assignment is not None and self.model is None:
@@ -468,6 +546,7 @@ class Result:
     bytes: int
     sha256: str
     trained: Trained = inline()
+    mechanisms: Optional[list[Mechanism]] = later(default=None)  # by which it was made private
 
     def __post_init__(self) -> None:
         if self.bytes > 0 and not _SHA256.fullmatch(self.sha256):  # without bytes it has metrics alone

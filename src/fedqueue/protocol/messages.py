@@ -71,7 +71,7 @@ class Guard:
     hostile: float = 0.25
 
 
-RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry"]
+RecordKind = Literal["fate", "failure", "suspended", "rejoined", "ignored", "retry", "overdue"]
 
 Fate = Literal["aggregated", "rejected", "expired", "after_end"]
 """How an update ends: each has exactly one."""
@@ -278,6 +278,16 @@ class UpdatesWithdrawn(_Event):
     reason: str
 
 
+@message
+class UpdatesUnusable(_Event):
+    """The model of this version, which was asked for, cannot be made with the updates of this facility."""
+
+    version: int
+    facility: str
+    reason: str
+    blamed: bool = later(default=False)  # it kept others from being in a model: it is left alone for a while
+
+
 def finite_or_none(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Metrics as they go on record: JSON has no word for NaN and infinity.
 
@@ -330,6 +340,7 @@ Event = (
     | UpdateArrived
     | UpdateRejected
     | UpdatesWithdrawn
+    | UpdatesUnusable
     | ModelReady
     | ModelScored
     | TimerFired

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Final, Literal
 
-from fedqueue.protocol.codec import at_least, later, message, one_of
+from fedqueue.protocol.codec import at_least, later, message, more_than, one_of
 
 
 @message
@@ -56,11 +56,18 @@ class Trust:
 
     rule: Literal["mean", "median", "trimmed", "krum"] = "mean"  # by which updates are combined
     hostile: float = 0.25  # share of the facilities that may mean harm, for "trimmed" and "krum"
+    masked: bool = later(default=False)  # updates come masked: the coordinator can read their sum alone
+    least_members: int = later(default=3)  # facilities whose masked updates are summed, at the least
+    mask_seconds: float = later(default=600.0)  # how long a group waits for what its members give
 
     def __post_init__(self) -> None:
         one_of(self, "rule", ("mean", "median", "trimmed", "krum"))
         if not 0 <= self.hostile < 0.5:
             raise ValueError(f"hostile must be from 0 to below 0.5, found {self.hostile}: no rule outvotes a majority")
+        if self.masked and self.rule != "mean":
+            raise ValueError(f'rule must be "mean" where masked is true, which can only be summed; found {self.rule!r}')
+        at_least(self, 2, "least_members")
+        more_than(self, 0, "mask_seconds")
         at_least(self, 0, "clip")
         if 0 < self.clip < 1:
             raise ValueError(f"clip must be 1 or more, or 0 for none, found {self.clip}")
@@ -82,3 +89,6 @@ class Plan:
     stop_at_score: float | None = None
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     trust: Trust = field(default_factory=Trust)
+    overdue_seconds: float | None = later(default=None)
+    """Where everybody is waited for: so long for a job to start, to end after its wall time, or to hand in, at the
+    least. None: for ever, as where facilities are simulated and do not lie."""

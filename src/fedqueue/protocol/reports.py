@@ -6,6 +6,7 @@ the contract is in contract.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import field, replace
 from itertools import pairwise
@@ -20,6 +21,7 @@ from fedqueue.protocol.contract import (
     REASON_LENGTH,
     Assignment,
     Bound,
+    Spent,
     Standing,
     Trained,
     check_metrics,
@@ -301,6 +303,7 @@ class Poll:
     stuck: bool = False  # it can do nothing at all for now: this is only to say so
     run: str = later(default="")  # the one it belongs to; empty: not said
     cap_left: CapLeft | None = later(default=None)  # of its node-hours; None: there is no cap, or it was not said
+    mask_key: str = later(default="")  # public; empty: it masks nothing
 
     def __post_init__(self) -> None:
         for name in ("journal", "session"):
@@ -324,6 +327,8 @@ class Poll:
         numbers = [report.n for report in self.reports]
         if any(n < 1 for n in numbers) or numbers != sorted(set(numbers)):
             raise ValueError("reports must be numbered from 1 on, rising")
+        if self.mask_key and not re.fullmatch(r"[0-9a-f]{64}", self.mask_key):
+            raise ValueError("mask_key must be 64 hexadecimal digits")
 
 
 @message
@@ -335,6 +340,8 @@ class Handin:
     part: int = later(default=0)
     run: str = later(default="")
     turn_seconds: float = later(default=0.0)
+    spent: Spent | None = later(default=None)
+    masked: bool = later(default=False)  # its bytes stay where they are until a group is there to mask them for
 
     def __post_init__(self) -> None:
         at_least(self, 0, "admission_delay", "turn_seconds")

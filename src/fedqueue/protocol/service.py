@@ -6,6 +6,7 @@ What is asked of facilities, and what jobs read, is in contract.py.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
 from fedqueue.protocol.codec import at_least, later, message, more_than
@@ -13,6 +14,8 @@ from fedqueue.protocol.contract import Answer
 from fedqueue.protocol.reports import MOST_POLL_SECONDS, Poll, Trouble
 
 MOST_OFFERS: Final = 100
+MOST_PATTERNS: Final = 20
+"""Of those who may use an offer."""
 MOST_RUNS: Final = 100
 """Of one facility, at once."""
 DEFAULT_OFFER: Final = "default"
@@ -72,6 +75,17 @@ class RefusalBody:
     reason: str
     received: int | None = later(default=None)  # the number of the newest report that is here, where reports do not fit
     offset: int | None = later(default=None)  # as in `Offset`, where bytes do not fit
+
+
+@message
+class MaskedHandin:
+    """With the bytes that a facility gives to a group."""
+
+    group: str  # its name: the sha256 of what it is
+
+    def __post_init__(self) -> None:
+        if len(self.group) != 64:
+            raise ValueError("group must be 64 hexadecimal digits")
 
 
 @message
@@ -138,11 +152,25 @@ class Offer:
 
     name: str
     nodes: int = 1
+    runs: list[str] | None = later(default=None)  # which may use it, by patterns of their names; None: all
+    users: list[str] | None = later(default=None)  # the same of who submitted them
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
-            raise ValueError("name must be 1 to 64 printable characters")
+        for text in (self.name, *(self.runs or ()), *(self.users or ())):
+            if not 1 <= len(text) <= 64 or not text.isprintable():
+                raise ValueError("name must be 1 to 64 printable characters, and so must each pattern")
+        if max(len(self.runs or ()), len(self.users or ())) > MOST_PATTERNS:
+            raise ValueError(f"runs must be {MOST_PATTERNS} at most, and users too")
         at_least(self, 1, "nodes")
+
+    def is_for(self, run: str, user: str) -> bool:
+        """Whether a run of this name, submitted by this user, may use it.
+
+        >>> Offer(name="large", users=["ann"]).is_for("protein-1", "ann")
+        True
+        """
+        wanted = ((run, self.runs), (user, self.users))
+        return all(patterns is None or any(fnmatchcase(text, one) for one in patterns) for text, patterns in wanted)
 
 
 @message

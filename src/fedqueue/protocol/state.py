@@ -52,6 +52,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     WorkTaken,
 )
@@ -492,6 +493,11 @@ class RunState:
         """The strategy settles them one by one: fates are records of its."""
         return event.facility in self.facilities
 
+    def _updates_unusable(self, event: UpdatesUnusable) -> bool:
+        """The strategy asks for the model without them."""
+        command = self.making.get(event.version)
+        return command is not None and any(facility_of(share.job_id) == event.facility for share in command.weights)
+
     def _node_hours_told(self, event: NodeHoursTold) -> bool:
         facility = self.facilities.get(event.facility)
         if facility is None:
@@ -647,6 +653,7 @@ _HAPPENED: Final[dict[type, Callable[[RunState, Any], bool]]] = {
     UpdateArrived: RunState._update_arrived,
     UpdateRejected: RunState._update_rejected,
     UpdatesWithdrawn: RunState._updates_withdrawn,
+    UpdatesUnusable: RunState._updates_unusable,
     ModelReady: RunState._model_ready,
     ModelScored: RunState._told_to_others,
 }

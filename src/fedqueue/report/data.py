@@ -17,7 +17,8 @@ from typing import Any, Final
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
 from fedqueue.metrics import Tally
-from fedqueue.protocol.contract import facility_of
+from fedqueue.protocol.codec import read
+from fedqueue.protocol.contract import Spent, facility_of
 from fedqueue.protocol.messages import Command, parse
 from fedqueue.protocol.state import RunState
 from fedqueue.report.jobs import Jobs, ReportedJob
@@ -70,6 +71,7 @@ class Run:
     troubles: tuple[Trouble, ...]
     outages: tuple[Absence, ...]
     suspensions: tuple[Absence, ...]
+    spent: Mapping[str, Spent]  # by facility, with its newest update; of those that keep an account of their privacy
 
     @property
     def name(self) -> str:
@@ -150,6 +152,13 @@ def _read(folder: Path, ledger: LedgerReader) -> Run:
         ),
         outages=_absences(ledger, _LEFT),
         suspensions=_absences(ledger, _SUSPENDED),
+        spent={
+            facility_of(row["job"]): read(Spent, json.loads(row["spent"]), "receipt.spent")
+            for row in ledger.rows(
+                """SELECT job, json_extract(body, '$.receipt.spent') AS spent FROM events
+                   WHERE kind = 'UpdateArrived' AND spent IS NOT NULL ORDER BY seq"""
+            )
+        },
     )
 
 

@@ -14,7 +14,15 @@ from fedqueue.report.data import Curve, Run, read_run
 from fedqueue.report.html import html, page, paragraph, picture
 from fedqueue.report.plots import comparison_figure, run_figures
 from fedqueue.report.style import facility_colours, save_png, strategy_colours, svg
-from fedqueue.report.tables import absence_table, facility_table, run_facts, settings, summary_tables, trouble_table
+from fedqueue.report.tables import (
+    absence_table,
+    facility_table,
+    privacy_table,
+    run_facts,
+    settings,
+    summary_tables,
+    trouble_table,
+)
 
 HOW_TO_READ: Final = {
     "comparison": (
@@ -119,6 +127,11 @@ def _section(run: Run, anchor: str, colours: Mapping[str, str], beside: Path, *,
         save_png(figure, beside / f"{prefix}{plot}.png")
         parts.append(picture(svg(figure, f"{plot} of {name}"), HOW_TO_READ[plot]))
     parts += ["<h3>Facilities</h3>", facility_table(run, colours)]
+    if run.spent:
+        about = (
+            "How much all that a site ever handed in says of its data at the most, in all runs, as its agent reckons."
+        )
+        parts += ["<h3>Privacy</h3>", paragraph(about, "lead"), privacy_table(run)]
     parts.append("<h3>Failures</h3>")
     parts.append(trouble_table(run.troubles) if run.troubles else paragraph("Nothing failed."))
     absences = sorted((*run.outages, *run.suspensions), key=lambda absence: absence.at)

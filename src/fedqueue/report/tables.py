@@ -135,6 +135,14 @@ def _facility_row(run: Run, name: str, colour: str) -> list[Cell]:
     ]
 
 
+def privacy_table(run: Run) -> str:
+    what = {"update": "all of a site's data", "records": "each record"}
+    rows: list[list[Cell]] = [
+        [name, what[spent.unit], Number(spent.epsilon, 3), f"{spent.delta:g}"] for name, spent in run.spent.items()
+    ]
+    return table(["facility", "protects", "epsilon", "delta"], rows)
+
+
 def trouble_table(troubles: Sequence[Trouble]) -> str:
     """What went wrong, the same reason at the same facility in one row."""
     groups: dict[tuple[str, str, str], list[float]] = {}

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedqueue import plugins
 from fedqueue.config import Config
@@ -21,6 +21,9 @@ from fedqueue.runs import SUMMARY, describe
 from fedqueue.sim.learning import Learning, RealLearning
 from fedqueue.sim.simulation import Simulation, make_plan, make_strategy
 from fedqueue.sim.site import Site
+
+if TYPE_CHECKING:
+    from fedqueue.training.tasks import Task
 
 TIMING = "timing"
 """The task that trains nothing."""
@@ -42,7 +45,7 @@ def simulate(
     began = time.perf_counter()
     seed = config.run.seed
     sites = [Site(i, facility, config, seed) for i, facility in enumerate(config.facility)]
-    learning, data_sizes = _learning(config, seed) if learned is None else learned
+    learning, data_sizes = learning_of(config) if learned is None else learned
     plan = make_plan(config, sites, data_sizes)
     strategy = make_strategy(config, plan)
     tally = Tally.of(config, strategy.state)
@@ -73,14 +76,18 @@ def simulate(
     return summary
 
 
-def _learning(config: Config, seed: int) -> Learned:
+def learning_of(config: Config) -> Learned:
+    """What the config's task does by itself."""
     if config.task.name == TIMING:
         return Learning(config.simulator.model_megabytes), None
     from fedqueue.training.tasks import make_task  # loads torch: only runs that train pay for it
 
     if config.folder not in sys.path:  # a task of the user's own may lie beside the config
         sys.path.insert(0, config.folder)
-    task = make_task(config.task, len(config.facility), seed)
+    return learning_with(make_task(config.task, len(config.facility), config.run.seed), config)
+
+
+def learning_with(task: Task, config: Config) -> Learned:
     must_match(config.model.roles, task.initial_model())
     keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
     return RealLearning(task, config.model.roles, variates=keeps_variates), task.data_sizes()

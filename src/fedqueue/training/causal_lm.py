@@ -7,12 +7,10 @@ Models, tokenizers and chat templates are those of `transformers`, adapters thos
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,21 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedqueue import data
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
 from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
-from fedqueue.training.causal_settings import PLACE, CausalSettings, LoraSettings, read_options
-from fedqueue.training.instructions import (
-    Conversation,
-    Example,
-    count_records,
-    pack,
-    prompt_tokens,
-    read_conversations,
-    tokenize,
-    with_template,
-)
+from fedqueue.training.causal_settings import PLACE, read_options
+from fedqueue.training.instructions import Conversation, count_records, prompt_tokens
 from fedqueue.training.job import StoredTask, TaskSettings
+from fedqueue.training.pretrained import (
+    Source,
+    alike_layers,
+    keeps_examples_apart,
+    not_compiled,
+    takes_positions,
+    travelling,
+    with_adapters,
+)
+from fedqueue.training.recorded_steps import RecordedSteps, why_not_recorded
+from fedqueue.training.sequences import IGNORED, Sequences
 from fedqueue.training.tasks import (
     Task,
     Trained,
@@ -50,172 +51,33 @@ from fedqueue.training.tasks import (
     share_out_targets,
 )
 
-IGNORED = -100
-"""The target of a token that is not learnt."""
-
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-
-# Sequences ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Examples side by side in rows of equal length; the rest of a row is filled with tokens that nobody learns."""
-
-    tokens: Tensor
-    positions: Tensor
-    """Of each token in its own example, from 0: by them a model knows where another example begins."""
-    targets: Tensor
-    """The token that follows, where it is learnt; elsewhere `IGNORED`."""
-    examples: Tensor
-    """How many there are in each row."""
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], length: int, filler: int, *, together: bool) -> Sequences:
-        rows = pack([len(example.tokens) for example in examples], length, together=together)
-        longest = max(sum(len(examples[number].tokens) for number in row) for row in rows)
-        shape = (len(rows), longest)
-        made = cls(
-            tokens=torch.full(shape, filler, dtype=torch.int32),
-            positions=torch.zeros(shape, dtype=torch.int32),
-            targets=torch.full(shape, IGNORED, dtype=torch.int32),
-            examples=torch.tensor([len(row) for row in rows]),
-        )
-        for place, row in enumerate(rows):
-            start = 0
-            for example in (examples[number] for number in row):
-                end = start + len(example.tokens)
-                tokens = torch.tensor(example.tokens, dtype=torch.int32)
-                made.tokens[place, start:end] = tokens
-                made.positions[place, start:end] = torch.arange(end - start)
-                made.targets[place, start : end - 1] = tokens.where(torch.tensor(example.is_answer), IGNORED)[1:]
-                start = end
-            made.positions[place, start:] = torch.arange(longest - start)
-        return made
-
-    def pieces(self, rows: Tensor, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens, positions and targets of these rows, so many rows at a time."""
-        for piece in torch.split(rows, size):
-            tokens, positions, targets = (
-                part[piece].to(device, torch.int64) for part in (self.tokens, self.positions, self.targets)
-            )
-            yield tokens, positions, targets
-
-
-# The model ------------------------------------------------------------------------------------------------
-
-
-def load_tokenizer(settings: CausalSettings) -> Any:
-    from transformers import AutoTokenizer
-
-    folder, options = _place_of(settings.model)
-    return with_template(AutoTokenizer.from_pretrained(folder, **options))
-
-
-def load_model(settings: CausalSettings) -> Any:
-    """The pretrained model, on the processor. Weights that train are in single precision."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder, options = _place_of(settings.model)
-    is_half = settings.lora is not None and settings.precision == "bfloat16"
-    dtype = torch.bfloat16 if is_half else torch.float32
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    if settings.checkpointing:
-        # By its new name, where there is one: the other warns.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
-
-
-def _place_of(model: str) -> tuple[Path, dict[str, Any]]:
-    """The folder, and what else `from_pretrained` is told; it never asks a network."""
-    path = Path(model)
-    if path.suffix == ".gguf" and path.is_file():
-        return path.parent, {"gguf_file": path.name, "local_files_only": True}
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{PLACE}.model: {path} is neither a folder with a config.json nor a .gguf file")
-    return path, {"local_files_only": True}
-
-
-def with_adapters(model: Any, settings: LoraSettings) -> Any:
-    import peft
-
-    targets: str | list[str] = settings.targets
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    made = peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
-            lora_dropout=settings.dropout,
-            target_modules=targets,
-        ),
-    )
-    if settings.averaging == "frozen-a":
-        for name, parameter in made.named_parameters():
-            if "lora_A" in name:
-                parameter.requires_grad_(False)
-    return made
-
-
-def travelling(model: Any) -> StateDict:
-    """The tensors that travel, as they are in the model: its adapters, if it has any, else all, each once."""
-    if hasattr(model, "peft_config"):
-        import peft
-
-        return dict(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
-    once: dict[int, str] = {}  # tied weights have two names
-    tensors = model.state_dict()
-    for name, tensor in tensors.items():
-        once.setdefault(tensor.data_ptr(), name)
-    return {name: tensors[name] for name in once.values()}
-
-
-def takes_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
-def keeps_examples_apart(model: Any) -> bool:
-    """Whether a token sees only its own example where positions begin anew: tried with two different neighbours."""
-    if not takes_positions(model):
-        return False
-    model.eval()
-    positions = torch.arange(8).repeat(2)[None]
-    vocabulary = model.get_input_embeddings().num_embeddings
-    second = torch.arange(8) % vocabulary
-    with torch.inference_mode():
-        seen = [
-            model(torch.cat([(second + shift) % vocabulary, second])[None], position_ids=positions, use_cache=False)
-            for shift in (1, vocabulary // 2)
-        ]
-    return torch.allclose(seen[0].logits[:, 8:], seen[1].logits[:, 8:], atol=1e-5)
-
-
-# The task -------------------------------------------------------------------------------------------------
 
 
 class CausalTask(Task):
     """A language model, and instruction files of the facilities, which are read when they are needed."""
 
-    def __init__(self, settings: TaskSettings, facilities: int, seed: int) -> None:
+    def __init__(self, settings: TaskSettings, facilities: int, seed: int, source: Source | None = None) -> None:
+        """`source`: shared with other tasks that have the same options."""
         self.name = settings.name
         self._settings = settings
         self._options = read_options(settings.options)
+        self._source = source or Source(self._options)
         self._seed = seed
         self._device = torch.device(settings.device)
         self._facilities = facilities
         self._is_changed = False
         self._sequences: dict[int, Sequences] = {}
+        self._on_device: dict[int, Sequences] = {}  # of facilities whose steps are recorded
+        self._recorded: dict[tuple[int, int], RecordedSteps] = {}  # by the size of a batch
         files = self._options.train
         if isinstance(files, dict):
             if len(files) != facilities:
                 raise ConfigError(f"{PLACE}.train: names {len(files)} files for {facilities} facilities")
             if settings.train_samples is not None:
                 raise ConfigError(f"train_samples needs one file to choose from, but {PLACE}.train names several")
+        elif self._options.labels is not None and len(self._options.labels) != facilities:
+            raise ConfigError(f"{PLACE}.labels: names {len(self._options.labels)} facilities of {facilities}")
         elif files is not None and settings.partition == "dirichlet" and self._options.label is None and facilities > 1:
             raise ConfigError(
                 f"partition 'dirichlet' needs {PLACE}.label, the field by which one file is split; or use 'iid'"
@@ -225,7 +87,7 @@ class CausalTask(Task):
 
     def initial_model(self) -> StateDict:
         model = self._make_model() if self._is_changed else self._model
-        return {name: tensor.detach().clone() for name, tensor in travelling(model).items()}
+        return {name: tensor.detach().to(self._device, copy=True) for name, tensor in travelling(model).items()}
 
     def declared_roles(self) -> dict[str, str]:
         lora = self._options.lora
@@ -242,7 +104,9 @@ class CausalTask(Task):
         if files is None:
             return (1,) * self._facilities
         if isinstance(files, dict):
-            return tuple(count_records(Path(file)) for file in files.values())
+            if self._options.split is not None:
+                return tuple(len(self._source.records(file, "train")) for file in files.values())
+            return tuple(count_records(data.locate(file)) for file in files.values())
         return tuple(len(part) for part in self._shares[1])
 
     def train(
@@ -266,25 +130,43 @@ class CausalTask(Task):
             if during is not None:
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
             self._load(model)
-            optimizer = make_optimizer(self._model, self._settings, learning_rate)
-            if drift is not None:
-                optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
-            done, samples, total = self._train_steps(optimizer, sequences, schedule)
+            if drift is None and self._why_not_recorded is None:
+                steps_of = self._recorded_steps(min(self._settings.batch_size, len(rows)), sequences)
+                done, samples, total = steps_of.go(self._held(facility), schedule, learning_rate)
+            else:
+                optimizer = make_optimizer(self._model, self._settings, learning_rate)
+                if drift is not None:
+                    optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
+                done, samples, total = self._train_steps(optimizer, sequences, schedule)
             trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
         return Trained(model=trained, samples=samples, loss=total / max(1, done))
 
     def score(self, model: StateDict) -> dict[str, float]:
         """The mean loss over the tokens of all test answers; the score is minus that, or the share of exact matches."""
+        metrics = self._measured(model, loss=True, answers=self._options.measures)
+        best = -metrics["loss"] if self._options.score == "loss" else metrics["exact_match"]
+        return {"score": best, **metrics}
+
+    def examine(self, model: StateDict) -> dict[str, float]:
+        """How well it answers test prompts: what `measures` can have, for a model that is worth the time."""
+        return self._measured(model, loss=False, answers=("exact_match", "numeric_error"))
+
+    def _measured(self, model: StateDict, *, loss: bool, answers: Collection[str]) -> dict[str, float]:
         tests = self._tests
-        with blaming(self.name, "scoring"):
+        with blaming(self.name, "scoring"), not_compiled():
             self._load(model)
             self._model.eval()
-            found = {name: self._score_file(*test) for name, test in tests.items()}
+            found = {}
+            for name, (sequences, asked) in tests.items():
+                own, counts = self._loss_of(sequences) if loss else ({}, {})
+                if answers:
+                    also, of = _measures(asked, self._answers_to(asked), answers)
+                    own, counts = own | also, counts | of
+                found[name] = own, counts
         metrics = _mean_metrics([metrics for metrics, _ in found.values()], [counts for _, counts in found.values()])
         if len(found) > 1:
             metrics |= {f"{key}/{name}": value for name, (own, _) in found.items() for key, value in own.items()}
-        best = -metrics["loss"] if self._options.score == "loss" else metrics["exact_match"]
-        return {"score": best, **metrics}
+        return metrics
 
     def export(self, model: StateDict, folder: Path) -> None:
         """Writes a folder that transformers, or peft, reads."""
@@ -295,7 +177,7 @@ class CausalTask(Task):
     # The model
 
     def _make_model(self) -> Any:
-        return self._with_adapters(load_model(self._options))
+        return self._with_adapters(self._source.model())
 
     def _with_adapters(self, model: Any) -> Any:
         if self._options.lora is None:
@@ -307,7 +189,7 @@ class CausalTask(Task):
     def _pretrained(self) -> tuple[Any, bool, bool]:
         """The model on the device; whether it takes positions; and whether several examples share a sequence."""
         with blaming(self.name, f"loading {self._options.model}"):
-            model = load_model(self._options)
+            model = self._source.model()
             apart = self._options.packing and keeps_examples_apart(model)
         if self._options.packing and not apart:
             print(
@@ -316,15 +198,15 @@ class CausalTask(Task):
                 file=sys.stderr,
             )
         positions = takes_positions(model)
-        return self._with_adapters(model).to(self._device), positions, apart
+        model = self._with_adapters(model).to(self._device)
+        if self._options.compile:
+            for layer in alike_layers(model):  # compiled once, since they are alike
+                layer.compile(dynamic=False)
+        return model, positions, apart
 
     @property
     def _model(self) -> Any:
         return self._pretrained[0]
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return torch.compile(self._model) if self._options.compile else self._model
 
     @cached_property
     def _tensors(self) -> StateDict:
@@ -333,7 +215,7 @@ class CausalTask(Task):
     @cached_property
     def _tokenizer(self) -> Any:
         with blaming(self.name, f"loading the tokenizer of {self._options.model}"):
-            return load_tokenizer(self._options)
+            return self._source.tokenizer
 
     def _load(self, model: StateDict) -> None:
         self._is_changed = True
@@ -349,10 +231,18 @@ class CausalTask(Task):
     # Files
 
     @cached_property
-    def _shares(self) -> tuple[list[Conversation], list[Tensor]]:
+    def _shares(self) -> tuple[Sequence[Conversation], list[Tensor]]:
         """The records of the one file, and the numbers of those that each facility has."""
         assert isinstance(self._options.train, str)
-        records = read_conversations(Path(self._options.train), self._options.fields, self._options.label)
+        records = self._source.records(self._options.train, "train")
+        if self._options.labels is not None:
+            chosen = chosen_samples(len(records), self._settings.train_samples, "train_samples", self._seed)
+            if chosen is not None:
+                records = [records[number] for number in chosen.tolist()]
+            return records, [
+                torch.tensor(_of_labels(records, labels, name), dtype=torch.int64)
+                for name, labels in self._options.labels.items()
+            ]
         labels = sorted({record.label or "" for record in records})
         numbers = {label: number for number, label in enumerate(labels)}
         targets = torch.tensor([numbers[record.label or ""] for record in records])
@@ -365,7 +255,7 @@ class CausalTask(Task):
                 raise ConfigError(f"{PLACE}.train: is missing; name the file to train on")
             if isinstance(files, dict):
                 file = list(files.values())[facility]
-                records = read_conversations(Path(file), self._options.fields)
+                records = self._source.records(file, "train")
             else:
                 file, (all_records, shares) = files, self._shares
                 records = [all_records[number] for number in shares[facility].tolist()]
@@ -373,24 +263,33 @@ class CausalTask(Task):
         return self._sequences[facility]
 
     @cached_property
-    def _tests(self) -> dict[str, tuple[Sequences, list[Conversation]]]:
+    def _tests(self) -> dict[str, tuple[Sequences, Sequence[Conversation]]]:
         """By name: what is scored by its loss, and what the model has to answer."""
         files = self._options.test
         if files is None:
             raise ConfigError(f"{PLACE}.test: is missing; name the file to score on")
         made = {}
-        for name, file in (files if isinstance(files, dict) else {"": files}).items():
-            records = read_conversations(Path(file), self._options.fields)
+        for name, (file, records) in self._test_records(files).items():
             chosen = chosen_samples(len(records), self._settings.test_samples, "test_samples", self._seed)
             if chosen is not None:
                 records = [records[number] for number in chosen.tolist()]
-            answered = records[: self._options.answers] if self._options.measures else []
-            made[name] = (self._sequences_of(records, file), answered)
+            made[name] = (self._sequences_of(records, file), records[: self._options.answers])
         return made
+
+    def _test_records(self, files: str | dict[str, str]) -> dict[str, tuple[str, Sequence[Conversation]]]:
+        if isinstance(files, dict):
+            return {name: (file, self._source.records(file, "test")) for name, file in files.items()}
+        records = self._source.records(files, "test")
+        if self._options.labels is None:
+            return {"": (files, records)}
+        return {
+            name: (files, [records[number] for number in _of_labels(records, labels, name)])
+            for name, labels in self._options.labels.items()
+        }
 
     def _sequences_of(self, records: Sequence[Conversation], file: str) -> Sequences:
         most = self._options.sequence_length
-        examples = [tokenize(self._tokenizer, record) for record in records]
+        examples = self._source.examples(records)
         fitting = [example for example in examples if len(example.tokens) <= most]
         if not fitting:
             raise TaskError(f"{file}: every example is longer than {most} tokens; raise {PLACE}.sequence_length")
@@ -402,6 +301,31 @@ class CausalTask(Task):
         return Sequences.of(fitting, most, filler, together=self._pretrained[2])
 
     # Steps and scores
+
+    def record_steps(self) -> None:
+        """Now, where steps can be recorded, instead of when they are first wanted: nothing else may run meanwhile."""
+        if self._why_not_recorded is None:
+            for facility in range(self._facilities):
+                sequences = self._training_sequences(facility)
+                self._recorded_steps(min(self._settings.batch_size, len(sequences.tokens)), sequences)
+                self._held(facility)
+
+    @cached_property
+    def _why_not_recorded(self) -> str | None:
+        return why_not_recorded(self._model, self._settings, self._options)
+
+    def _recorded_steps(self, rows: int, sequences: Sequences) -> RecordedSteps:
+        length = self._options.sequence_length if self._pretrained[2] else sequences.tokens.shape[1]
+        if (rows, length) not in self._recorded:
+            self._recorded[rows, length] = RecordedSteps(
+                self._model, self._settings, self._options, rows=rows, length=length, positions=self._pretrained[1]
+            )
+        return self._recorded[rows, length]
+
+    def _held(self, facility: int) -> Sequences:
+        if facility not in self._on_device:
+            self._on_device[facility] = self._training_sequences(facility).to(self._device)
+        return self._on_device[facility]
 
     def _train_steps(
         self, optimizer: torch.optim.Optimizer, sequences: Sequences, schedule: Iterable[Tensor]
@@ -429,7 +353,7 @@ class CausalTask(Task):
     def _sum_of_losses(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
         where = {"position_ids": positions} if self._pretrained[1] else {}
         with self._precision():
-            logits = self._compiled(tokens, use_cache=False, **where).logits
+            logits = self._model(tokens, use_cache=False, **where).logits
         learnt = targets != IGNORED
         return nn.functional.cross_entropy(logits[learnt].float(), targets[learnt], reduction="sum")
 
@@ -438,29 +362,19 @@ class CausalTask(Task):
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
-    def _score_file(self, test: Sequences, asked: Sequence[Conversation]) -> tuple[dict[str, float], dict[str, int]]:
-        """The metrics of one file, and of how many tokens or answers each is the mean."""
+    def _loss_of(self, test: Sequences) -> tuple[dict[str, float], dict[str, int]]:
+        """Of one file, and the number of tokens that it is the mean of."""
         rows, size = torch.arange(len(test.tokens)), self._options.sequences_at_once or self._settings.batch_size
         with torch.inference_mode():
-            total = sum(float(self._sum_of_losses(*piece)) for piece in test.pieces(rows, size, self._device))
-            answers = [answer for start in range(0, len(asked), size) for answer in self._answers(asked[start:][:size])]
-        counts = {"loss": int((test.targets != IGNORED).sum())}
-        metrics = {"loss": total / counts["loss"]}
-        if "exact_match" in self._options.measures:
-            counts["exact_match"] = len(asked)
-            right = sum(answer.strip() == record.answer.strip() for answer, record in zip(answers, asked, strict=True))
-            metrics["exact_match"] = right / len(asked)
-        if "numeric_error" in self._options.measures:
-            wanted = [
-                (NUMBER.search(record.answer), NUMBER.search(a)) for record, a in zip(asked, answers, strict=True)
-            ]
-            errors = [abs(float(want[0]) - float(got[0])) for want, got in wanted if want and got]
-            counts["numeric_answers"] = sum(want is not None for want, _ in wanted)
-            if counts["numeric_answers"]:
-                metrics["numeric_answers"] = len(errors) / counts["numeric_answers"]
-            if errors:
-                counts["numeric_error"], metrics["numeric_error"] = len(errors), sum(errors) / len(errors)
-        return metrics, counts
+            losses = [self._sum_of_losses(*piece) for piece in test.pieces(rows, size, self._device)]
+            total = float(torch.stack(losses).sum(dtype=torch.float64))
+        count = int((test.targets != IGNORED).sum())
+        return {"loss": total / count}, {"loss": count}
+
+    def _answers_to(self, asked: Sequence[Conversation]) -> list[str]:
+        size = self._options.sequences_at_once or self._settings.batch_size
+        with torch.inference_mode():
+            return [answer for start in range(0, len(asked), size) for answer in self._answers(asked[start:][:size])]
 
     def _answers(self, asked: Sequence[Conversation]) -> list[str]:
         """What the model writes to these prompts, always the likeliest token."""
@@ -480,13 +394,42 @@ class CausalTask(Task):
         return [self._tokenizer.decode(row[longest:], skip_special_tokens=True) for row in written]
 
 
+def _of_labels(records: Sequence[Conversation], labels: Collection[str], facility: str) -> list[int]:
+    """The numbers of the records that have one of these labels."""
+    found = [number for number, record in enumerate(records) if record.label in labels]
+    if not found:
+        raise ConfigError(f"{PLACE}.labels.{facility}: no record has {' or '.join(map(repr, labels))}")
+    return found
+
+
+def _measures(
+    asked: Sequence[Conversation], answers: Sequence[str], wanted: Collection[str]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """How good these answers are, and of how many answers each measure is the mean."""
+    metrics, counts = dict[str, float](), dict[str, int]()
+    if "exact_match" in wanted:
+        counts["exact_match"] = len(asked)
+        right = sum(answer.strip() == record.answer.strip() for answer, record in zip(answers, asked, strict=True))
+        metrics["exact_match"] = right / len(asked)
+    if "numeric_error" in wanted:
+        numbers = [(NUMBER.search(record.answer), NUMBER.search(a)) for record, a in zip(asked, answers, strict=True)]
+        errors = [abs(float(want[0]) - float(got[0])) for want, got in numbers if want and got]
+        counts["numeric_answers"] = sum(want is not None for want, _ in numbers)
+        if counts["numeric_answers"]:
+            metrics["numeric_answers"] = len(errors) / counts["numeric_answers"]
+        if errors:
+            counts["numeric_error"], metrics["numeric_error"] = len(errors), sum(errors) / len(errors)
+    return metrics, counts
+
+
 def _mean_metrics(metrics: Sequence[dict[str, float]], counts: Sequence[dict[str, int]]) -> dict[str, float]:
     """Of several files: each metric weighed by how many tokens or answers it is the mean of."""
     made = {}
     for key in dict.fromkeys(key for own in metrics for key in own):
         parts = [(own[key], count[key]) for own, count in zip(metrics, counts, strict=True) if key in own]
         made[key] = sum(value * count for value, count in parts) / sum(count for _, count in parts)
-    made["perplexity"] = float(torch.tensor(made["loss"], dtype=torch.float64).exp())
+    if "loss" in made:
+        made["perplexity"] = float(torch.tensor(made["loss"], dtype=torch.float64).exp())
     return made
 
 

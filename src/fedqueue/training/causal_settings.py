@@ -12,6 +12,8 @@ from fedqueue.protocol.codec import at_least, more_than, read, share
 
 CAUSAL_LM: Final = "causal-lm"
 PLACE: Final = "task.options"
+ELSEWHERE: Final = ("data:", "package:")
+"""What begins a file's name that is no path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class LoraSettings:
 @dataclass(frozen=True, kw_only=True)
 class CausalSettings:
     model: str
-    """A Hugging Face folder, or a GGUF file."""
+    """A Hugging Face folder, or a GGUF file. Files may also be named as `data:NAME`, in the data folder, or as
+    `package:PACKAGE/NAME`, in an installed package."""
     train: str | dict[str, str] | None = None
     """JSON lines: one file that is shared out, or a file for each facility. None: others train."""
     test: str | dict[str, str] | None = None
@@ -64,7 +67,12 @@ class CausalSettings:
     fields: FieldSettings | None = None
     """None: found by the usual names."""
     label: str | None = None
-    """The field by which one shared file is split with partition "dirichlet"."""
+    """The field by which one shared file is split, with partition "dirichlet" or by `labels`."""
+    labels: dict[str, list[str]] | None = None
+    """The values of that field whose records each facility has, whatever `partition` says; each facility's test records
+    are then scored by themselves too."""
+    split: str | None = None
+    """The field that says "train" or "test" of a record, where one file has both."""
     sequence_length: int = 512
     """Tokens; longer examples are left out."""
     packing: bool = True
@@ -76,7 +84,7 @@ class CausalSettings:
     checkpointing: bool = False
     """Compute activations again instead of keeping them: less memory, more time."""
     compile: bool = False
-    """By torch.compile."""
+    """Layers that are alike are compiled as one, by torch.compile, for training."""
     gradient_norm: float | None = 1.0
     """Gradients are scaled down to it; None: never."""
     lora: LoraSettings | None = None
@@ -94,6 +102,8 @@ class CausalSettings:
         at_least(self, 2, "sequence_length")
         at_least(self, 1, "sequences_at_once", "answers", "answer_tokens")
         more_than(self, 0, "gradient_norm")
+        if self.labels is not None and (self.label is None or isinstance(self.train, dict)):
+            raise ValueError("labels needs label, the field that has them, and one train file")
         if self.score == "exact_match" and "exact_match" not in self.measures:
             raise ValueError('score is "exact_match", so measures must have it too')
         for key in ("train", "test"):
@@ -115,9 +125,9 @@ def complete_options(options: Mapping[str, object], facilities: Sequence[str], f
     settings, made = read_options(options), dict(options)
 
     def absolute(files: str | dict[str, str]) -> str | dict[str, str]:
-        if isinstance(files, str):
-            return str(folder / Path(files).expanduser())
-        return {name: str(folder / Path(file).expanduser()) for name, file in files.items()}
+        if isinstance(files, dict):
+            return {name: str(absolute(file)) for name, file in files.items()}
+        return files if files.startswith(ELSEWHERE) else str(folder / Path(files).expanduser())
 
     made["model"] = absolute(settings.model)
     if settings.test is not None:
@@ -128,4 +138,8 @@ def complete_options(options: Mapping[str, object], facilities: Sequence[str], f
         made["train"] = absolute({name: settings.train[name] for name in facilities})
     elif settings.train is not None:
         made["train"] = absolute(settings.train)
+    if settings.labels is not None:
+        if set(settings.labels) != set(facilities):
+            raise ConfigError(f"{PLACE}.labels: must name each facility once: {', '.join(facilities)}")
+        made["labels"] = {name: settings.labels[name] for name in facilities}
     return made

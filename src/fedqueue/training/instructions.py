@@ -66,12 +66,29 @@ class Example:
 # Files ----------------------------------------------------------------------------------------------------
 
 
-def read_conversations(path: Path, fields: FieldSettings | None = None, label: str | None = None) -> list[Conversation]:
-    """The records of a file of JSON lines, which may be gzipped. Raises a `DataError` that names file and line."""
-    found = [_conversation(record, place, fields or FieldSettings(), label) for place, record in _records(path)]
+def read_conversations(
+    path: Path,
+    fields: FieldSettings | None = None,
+    label: str | None = None,
+    only: tuple[str, str] | None = None,
+) -> list[Conversation]:
+    """The records of a file of JSON lines, which may be gzipped; `only`: those in which this field has this value.
+    Raises a `DataError` that names file and line."""
+    found = [
+        _conversation(record, place, fields or FieldSettings(), label)
+        for place, record in _records(path)
+        if only is None or _has_value(record, place, *only)
+    ]
     if not found:
-        raise DataError(f"{path} has no records; it must have one JSON object a line")
+        which = "" if only is None else f" in which {only[0]!r} is {only[1]!r}"
+        raise DataError(f"{path} has no records{which}; it must have one JSON object a line")
     return found
+
+
+def _has_value(record: dict[str, Any], place: str, name: str, value: str) -> bool:
+    if name not in record:
+        raise DataError(f"{place}: has no field {name!r}, by which task.options.split tells training from testing")
+    return str(record[name]) == value
 
 
 def count_records(path: Path) -> int:
@@ -179,11 +196,32 @@ def prompt_tokens(tokenizer: Any, conversation: Conversation) -> list[int]:
 
 
 def tokenize(tokenizer: Any, conversation: Conversation) -> Example:
-    """The text of a conversation; what the assistant says is learnt, with what the template ends it by.
+    """The text of a conversation; what the assistant says is learnt, with what the template ends it by."""
+    return tokenize_all(tokenizer, [conversation])[0]
+
+
+def tokenize_all(tokenizer: Any, conversations: Sequence[Conversation]) -> list[Example]:
+    """Of each. All pieces are made tokens of in one call, which is many times as fast."""
+    pieces = [_pieces(tokenizer, conversation) for conversation in conversations]
+    texts = [text for one in pieces for text, _ in one]
+    tokens = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+    made = []
+    for one in pieces:
+        example = Example([], [])
+        for _, learnt in one:
+            found = next(tokens)
+            example.tokens.extend(found)
+            example.is_answer.extend([learnt] * len(found))
+        made.append(example)
+    return made
+
+
+def _pieces(tokenizer: Any, conversation: Conversation) -> list[tuple[str, bool]]:
+    """The text of a conversation in pieces, and which of them are learnt.
 
     Prompts and answers are made tokens of apart: the model later begins its answers after tokens of a whole prompt.
     """
-    messages, tokens, is_answer, text = conversation.messages, list[int](), list[bool](), ""
+    messages, pieces, text = conversation.messages, list[tuple[str, bool]](), ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -195,12 +233,9 @@ def tokenize(tokenizer: Any, conversation: Conversation) -> Example:
                 "way once that is there, so it cannot be told apart; use examples of one prompt and one answer, or "
                 "another template"
             )
-        for piece, learnt in ((prompt[len(text) :], False), (after[len(prompt) :], True)):
-            made = _tokens(tokenizer, piece)
-            tokens += made
-            is_answer += [learnt] * len(made)
+        pieces += [(prompt[len(text) :], False), (after[len(prompt) :], True)]
         text = after
-    return Example(tokens, is_answer)
+    return pieces
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], *, prompting: bool) -> str:

@@ -165,6 +165,10 @@ class Task:
                     score = -loss
         return {"score": score, "loss": loss}
 
+    def examine(self, model: StateDict) -> dict[str, float]:
+        """What is worth measuring of a model that a run ends with, beyond its score."""
+        return {}
+
 
 def _counting(schedule: Iterable[Tensor], counted: Iterator[int]) -> Iterator[Tensor]:
     for batch in schedule:

@@ -24,7 +24,7 @@ from fedqueue.errors import ConfigError, FedQueueError, describe
 from fedqueue.files import FileClock, failpoint, sync
 from fedqueue.protocol.aggregation import declared_roles, find_roles
 from fedqueue.protocol.codec import Json, encode, read
-from fedqueue.protocol.contract import AssignmentFile, Order, OrderFile
+from fedqueue.protocol.contract import AssignmentFile, Order, OrderFile, Privacy
 
 T = TypeVar("T")
 
@@ -137,6 +137,7 @@ class ThisJob(NamedTuple):
     standing: Path  # where to take work from, if none is assigned
     assigned: AssignmentFile | None
     clock: FileClock
+    privacy: Privacy | None = None  # what the site asks of what is handed in
 
     @property
     def wall_left(self) -> float:
@@ -186,8 +187,8 @@ def this_job(environment: Mapping[str, str]) -> ThisJob | None:
         ) from error
     where = folder / "order.json"
     protocol = read_object(where, entered + FILE_PATIENCE).get("protocol")
-    if protocol not in (PROTOCOL, PROTOCOL - 1):
-        raise ParticipateError(f"{where}: protocol must be {PROTOCOL} or {PROTOCOL - 1}, found {protocol!r}")
+    if protocol not in range(1, PROTOCOL + 1):
+        raise ParticipateError(f"{where}: protocol must be 1 to {PROTOCOL}, found {protocol!r}")
     file = read_file(OrderFile, where)
     stay = None if environment.get("FEDQUEUE_STAY") == "no" else file.order.stay
     assigned = None
@@ -209,6 +210,7 @@ def this_job(environment: Mapping[str, str]) -> ThisJob | None:
         standing=Path(file.standing),
         assigned=assigned,
         clock=clock,
+        privacy=file.privacy,
     )
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from fedqueue.errors import describe
 from fedqueue.files import failpoint
 from fedqueue.protocol.codec import message
-from fedqueue.protocol.contract import Assignment, AssignmentFile, Result, Trained
+from fedqueue.protocol.contract import Assignment, AssignmentFile, Mechanism, Privacy, Result, Trained
 from fedqueue.worker.ahead import Ahead
 from fedqueue.worker.distributed import broadcast_model, sum_over_ranks, wait_for_all
 from fedqueue.worker.dry_run import dry_run_job
@@ -52,6 +52,7 @@ from fedqueue.worker.job_folder import (
     write_file,
     write_update,
 )
+from fedqueue.worker.privacy import made_private
 
 __all__ = ["ParticipateError", "Work", "participate"]
 
@@ -196,6 +197,7 @@ class Work:
         self._samples = 0  # of this process
         self._samples_of_all = 0  # of all processes, as of the last step they agreed on
         self._stopped_by: str | None = None
+        self._mechanisms: list[Mechanism] = []
 
     def _is_hurried(self) -> bool:
         return self._told_to_stop or time.perf_counter() > self._wall_end
@@ -239,6 +241,16 @@ class Work:
         """The safetensors file of the base model: the tensors that the run declares."""
         self._reads_file = True
         return Path(self._taken.model)
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """What the site asks for the sake of its data (`[privacy]` of its agent.toml); None: nothing."""
+        return self._job.privacy
+
+    def account(self, noise: float, rate: float, steps: int) -> None:
+        """Note that so many steps protected each record: its gradient was clipped, and their sum got noise of `noise`
+        times the clip; each record was in a batch with the chance `rate`."""
+        self._mechanisms.append(Mechanism(noise=noise, rate=rate, count=steps))
 
     def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
@@ -484,8 +496,8 @@ class Work:
             if tensors is None:
                 raise ParticipateError("submit: give the trained tensors, as in work.submit(model.state_dict())")
             chosen = choose(tensors, self._shapes)
-            plain = numbers(metrics)
-            size, digest = write_update(place / "update.safetensors", chosen)
+            plain = numbers(metrics if self.privacy is None else None)  # they are of the data too
+            size, digest = write_update(place / "update.safetensors", self._as_asked(chosen))
         else:
             plain = numbers(metrics)
         finished_at, ahead = self._job.clock.now(), self._ahead
@@ -506,6 +518,7 @@ class Work:
                 stopped_by=self._stopped_by or ("signal" if self._told_to_stop else "script"),
                 bytes=size,
                 sha256=digest,
+                mechanisms=self._mechanisms or None,
             )
         except ValueError as error:
             raise ParticipateError(f"submit: {error}") from None
@@ -520,6 +533,18 @@ class Work:
         # After the first part nobody knows yet, where it is what standing work is made from.
         may_be = self._finder.wants_ahead() or (self.part == 0 and not self._job.standing.exists())
         return Ahead(chosen) if may_be else None
+
+    def _as_asked(self, chosen: Tensors) -> Tensors:
+        """As the site lets it leave."""
+        privacy = self.privacy
+        if privacy is None:
+            return chosen
+        if privacy.unit == "update":
+            self._mechanisms = [Mechanism(noise=privacy.noise / 2)]  # the data may move it by twice the clip
+            return made_private(chosen, Path(self._taken.model), self._roles, privacy)
+        if not self._mechanisms:
+            raise ParticipateError("submit: this site wants each record protected: say how by work.account()")
+        return chosen
 
 
 def _accelerator() -> Any:

@@ -23,6 +23,7 @@ Nothing here reads a clock, draws a random number or touches a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -69,6 +70,7 @@ from fedqueue.protocol.messages import (
     TimerFired,
     UpdateArrived,
     UpdateRejected,
+    UpdatesUnusable,
     UpdatesWithdrawn,
     WorkTaken,
 )
@@ -106,6 +108,7 @@ class Strategy:
     keeps_variates: ClassVar[bool] = False  # its jobs have control variates (SCAFFOLD): in simulations alone
     observes_starts: ClassVar[bool] = False  # delays count when a job starts, not when its update arrives
     has_cutoffs: ClassVar[bool] = False  # what has arrived is used at a timer, even if nothing more arrives
+    sums_several: ClassVar[bool] = False  # each model is of the updates of several facilities: these may be masked
     binds_late: ClassVar[bool] = False  # jobs take their work themselves, from what is posted
 
     def __init__(self, plan: Plan, options: Any) -> None:
@@ -418,6 +421,10 @@ class Strategy:
         ]
         self.made += 1
 
+    def too_few(self, facilities: Iterable[str]) -> bool:
+        """Whether the sum of their updates would show too much of one: masked ones are summed among several."""
+        return self.plan.trust.masked and 0 < len(set(facilities)) < self.plan.trust.least_members
+
     @property
     def bounds_say(self) -> bool:
         """Whether a facility's updates together count no more than its data weight allows."""
@@ -520,6 +527,8 @@ class Strategy:
         for update, staleness, weight, clip in self._making.pop(event.version):
             clipped: dict[str, Scalar] = {} if clip == 1 else {"clip": clip}
             self.settle(update, "aggregated", staleness=staleness, weight=weight, version=event.version, **clipped)
+            if self.plan.trust.masked:
+                self.facilities[update.facility].suspensions = 0
         if self.plan.rounds is not None and self.state.progress >= self.plan.rounds:
             self.stop("all rounds done")
         elif self._ending and not self._making:
@@ -594,6 +603,24 @@ class Strategy:
             self.settle(update, "rejected", reason=event.reason)
         self.withdrawn(facility, waiting)
         self._stop_if_nobody_is_left()
+
+    def _updates_unusable(self, event: UpdatesUnusable) -> None:
+        """The model is asked for once more, and the others count as if these had brought no change."""
+        facility, command = self.facilities[event.facility], self.state.making[event.version]
+        gone = [i.update for i in self._making[event.version] if i.update.facility == facility.name]
+        self.want(
+            replace(
+                command,
+                weights=tuple(share for share in command.weights if facility_of(share.job_id) != facility.name),
+                keep=tuple(key for key in command.keep if facility_of(key[0]) != facility.name),
+            )
+        )
+        self._making[event.version] = [i for i in self._making[event.version] if i.update not in gone]
+        for update in gone:
+            self.settle(update, "rejected", reason=event.reason)
+        self.withdrawn(facility, gone)
+        if event.blamed and facility.status == "active":
+            self._suspend(facility, event.reason, for_good=False)
 
     def _forecast_issued(self, event: ForecastIssued) -> None:
         self.facilities[event.facility].issued = Forecast(event.mean, event.quantiles)
@@ -756,7 +783,9 @@ class Strategy:
             learn(self.now - taken_at - trained)
             if receipt.turn_seconds and not receipt.part:
                 facility.handed_in_first(self.now - taken_at - trained - receipt.turn_seconds)
-        facility.failures = facility.suspensions = 0
+        facility.failures = 0
+        if not self.plan.trust.masked:  # else only its part in a model tells that it is well
+            facility.suspensions = 0
         facility.stretch, facility.outlasted = 1.0, 0.0
         if facility.status in ("suspended", "out"):
             self._works_again(facility)
@@ -841,6 +870,7 @@ _HANDLERS: dict[type, Callable[[Strategy, Any], None]] = {
     UpdateArrived: Strategy._update_arrived,
     UpdateRejected: Strategy._update_rejected,
     UpdatesWithdrawn: Strategy._updates_withdrawn,
+    UpdatesUnusable: Strategy._updates_unusable,
     ModelReady: Strategy._model_ready,
     ModelScored: Strategy._model_scored,
     TimerFired: Strategy._timer_fired,

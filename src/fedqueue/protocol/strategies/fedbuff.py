@@ -31,6 +31,7 @@ class FedBuffOptions(FixedStepOptions):
 class FedBuff(FixedSteps):
     name = "fedbuff"
     Options = FedBuffOptions
+    sums_several = True
     options: FedBuffOptions
 
     def __init__(self, plan: Plan, options: FedBuffOptions) -> None:
@@ -42,7 +43,7 @@ class FedBuff(FixedSteps):
 
     def arrived(self, facility: Facility, update: Update) -> None:
         self._buffer.add(update)
-        if len(self._buffer) >= self.options.buffer:
+        if len(self._buffer) >= self.options.buffer and not self.too_few(self._buffer.facilities()):
             updates, _ = self._buffer.take(self.made)
             scale = self.options.alpha / self.options.buffer
             worth = [polynomial_discount(u.staleness(self.made), self.options.exponent) for u in updates]

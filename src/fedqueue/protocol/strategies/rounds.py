@@ -54,6 +54,7 @@ class RoundStrategy(Strategy):
 
     options: RoundOptions
     has_cutoffs = True
+    sums_several = True
 
     def __init__(self, plan: Plan, options: RoundOptions) -> None:
         super().__init__(plan, options)
@@ -119,7 +120,9 @@ class RoundStrategy(Strategy):
         self._schedule_from(self.now)
 
     def close_round(self) -> None:
-        admitted, expired = self.buffer.take(self.round, self.options.max_staleness)
+        admitted, expired = list[Update](), list[Update]()
+        if not self.too_few(self.buffer.facilities()):  # else they wait for the next cutoff
+            admitted, expired = self.buffer.take(self.round, self.options.max_staleness)
         for update in expired:
             self.settle(update, "expired", reason="staler than max_staleness", staleness=update.staleness(self.round))
         worth = [discount(u.staleness(self.round), self.options.decay, self.options.beta) for u in admitted]

@@ -1,4 +1,5 @@
-"""An answer in the words of protocol 1: its agents know jobs by number, and take no key that they do not know."""
+"""An answer in the words of protocols 1 and 2 (FedQueue 0.1): their agents know jobs by number, and take no key that
+they do not know."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class OldAnswer:
     run: str = later(default="")
 
 
-def in_protocol_1(answer: Answer) -> OldAnswer:
+def in_older_words(answer: Answer) -> OldAnswer:
     standing = None if answer.standing is None else _posted(answer.standing)
     orders = [_order(order) for order in answer.orders]
     return _from(OldAnswer, [answer], orders=orders, standing=standing)
