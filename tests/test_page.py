@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[name] = base / name
         made[name].mkdir()
         simulate(config, folder=made[name])
+    made["damaged"] = shutil.copytree(made["faulty"], base / "damaged")
     made["nasty"] = base / "nasty"
     made["nasty"].mkdir()
     with LedgerReader(made["faulty"] / FILE) as source:
@@ -119,7 +121,7 @@ def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     made.stop()
 
 
-NUMBER = {"faulty": 0, "staying": 1, "long": 2, "nasty": 3}
+NUMBER = {"faulty": 0, "staying": 1, "long": 2, "damaged": 3, "nasty": 4}
 
 
 # What it shows -------------------------------------------------------------------------------------------------------
@@ -313,6 +315,21 @@ def test_the_timeline_is_moved_by_keys(browser: Browser, server: PageServer) -> 
         row = seen.page.evaluate("document.querySelector('#timeline').getBoundingClientRect().toJSON()")
         seen.page.mouse.move(row["x"] + row["width"] / 3, row["y"] + 24 + 17 + 8)
         seen.shows("#timeline-said", "east")
+
+
+def test_a_ledger_that_cannot_be_read_any_more_is_told_and_mended(
+    browser: Browser, server: PageServer, folders: dict[str, Path]
+) -> None:
+    path = folders["damaged"] / FILE
+    whole = path.read_bytes()
+    with tab(browser, server.of(NUMBER["damaged"])) as seen:
+        seen.is_ready()
+        assert not seen.page.is_visible("#wrong")
+        path.write_bytes(b"no ledger" * 1000)
+        seen.shows("#wrong-list", "the ledger cannot be read: what is below is old")
+        assert str(folders["damaged"].parent) not in seen.page.inner_text("#wrong-list")
+        path.write_bytes(whole)
+        seen.true("document.querySelector('#wrong').hidden")
 
 
 # Who asks, and attacks -----------------------------------------------------------------------------------------------

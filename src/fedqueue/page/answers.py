@@ -115,6 +115,12 @@ def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answe
     return wrong
 
 
+def in_trouble(known: Answer, trouble: str) -> Answer:
+    """What was known of a run whose ledger cannot be read any more."""
+    fault = _fault("", "the ledger cannot be read: what is below is old", trouble, None)
+    return {**known, "ticking": False, "wrong": [fault, *known["wrong"]]}
+
+
 def _fault(facility: str, what: str, why: str, seconds: float | None, at: float | None = None) -> Answer:
     return {
         "facility": facility,

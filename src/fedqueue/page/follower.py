@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -22,11 +21,10 @@ HEARTBEAT_LASTS: Final = 10.0
 
 
 class Follower:
-    """Any thread may ask, under `lock`."""
+    """One thread at a time may have it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lock = threading.RLock()
         self.meta: dict[str, Any] = {}
         self.heartbeat: dict[str, float] | None = None
         self.stopped_as: str | None = None
@@ -69,7 +67,7 @@ class Follower:
 
     def catch_up(self) -> bool:
         """Read on; False: all that was there is read."""
-        with self.lock, LedgerReader(self.folder / FILE) as ledger:
+        with LedgerReader(self.folder / FILE) as ledger:
             newest = int(ledger.rows("SELECT coalesce(max(seq), -1) AS seq FROM events")[0]["seq"])
             if newest < self.read or ledger.meta.get("run") != self.meta.get("run"):  # another lies there now
                 self._begin()

@@ -11,6 +11,7 @@ import contextvars
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ EVERY: Final = 1.0
 """Seconds between two looks at a run that somebody watches."""
 AT_LEAST: Final = 15.0
 """Seconds between two things that a watching page is told, so that it knows that we are there."""
+ANEW: Final = 10.0
+"""Seconds after which all is told anew: what a page counts by itself does not drift."""
 FORGET: Final = 300.0
 """Seconds after which a run that nobody looks at is let go of."""
 PIECE: Final = 2000
@@ -91,12 +94,13 @@ class _Watched:
     """A run that somebody looks at."""
 
     source: Source
-    follower: Follower
+    follower: Follower | None = None
     glance: answers.Answer | None = None
-    number: int = 0  # of the glance
+    number: int = 0  # of what was told last
+    told_at: float = 0.0  # monotonic
     wanted_at: float = 0.0  # monotonic, of when somebody asked last
     streams: int = 0
-    trouble: str = ""
+    trouble: str = ""  # why it cannot be read now
     task: asyncio.Task[None] | None = None
     told: asyncio.Event = field(default_factory=asyncio.Event)  # replaced with every glance
 
@@ -109,9 +113,11 @@ class Pages:
         self._title = title
         self._watched: dict[str, _Watched] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="page")
+        self._closed = False
         self._boot = secrets.token_hex(4)  # numbers of glances count from here
 
     def close(self) -> None:
+        self._closed = True
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     # Files ----------------------------------------------------------------------------------------------
@@ -140,9 +146,7 @@ class Pages:
 
     async def state(self, run: str, may: Sequence[str] = ()) -> Response:
         watched = self._watch(run)
-        while watched.glance is None:
-            await self._told(watched)
-        return _answer({**watched.glance, **_steering(watched, may)})
+        return _answer({**await self._known(watched), **_steering(watched, may)})
 
     async def timeline(self, run: str, query: Mapping[str, str]) -> Response:
         since, until = _number(query, "since"), _number(query, "until")
@@ -246,63 +250,76 @@ class Pages:
                     last = number
                     said = json.dumps({**watched.glance, **_steering(watched, may)}, separators=(",", ":"))
                     yield f"id: {number}\nevent: state\ndata: {said}\n\n".encode()
-                else:
+                elif not await self._told(watched):
                     yield b": here\n\n"
-                await self._told(watched)
         finally:
             watched.streams -= 1
 
-    async def _told(self, watched: _Watched) -> None:
-        """Until there is something new, or for a while."""
-        if watched.task is None or watched.task.done():
-            self._begin(watched)
+    async def _known(self, watched: _Watched) -> answers.Answer:
+        """What was told last, or is told first."""
+        while watched.glance is None:
+            await self._told(watched)
+            if watched.glance is None and watched.trouble:
+                raise RunFolderError(watched.trouble)
+        return watched.glance
+
+    async def _told(self, watched: _Watched) -> bool:
+        """Waits until there is something new; False: there was nothing for a while."""
+        self._follow(watched)
         try:
             async with asyncio.timeout(AT_LEAST):
                 await watched.told.wait()
         except TimeoutError:
-            if watched.glance is None and watched.trouble:
-                raise RunFolderError(watched.trouble) from None
+            return False
+        return True
 
     # Following runs -------------------------------------------------------------------------------------
 
     def _watch(self, run: str) -> _Watched:
         source = self.source(run)
-        watched = self._watched.get(run)
-        if watched is None:
-            watched = self._watched[run] = _Watched(source, Follower(source.folder))
-        watched.source, watched.wanted_at = source, time.monotonic()
-        if watched.task is None or watched.task.done():
-            self._begin(watched)
+        watched = self._watched.setdefault(run, _Watched(source))
+        watched.wanted_at = time.monotonic()
+        self._follow(watched)
         return watched
 
-    def _begin(self, watched: _Watched) -> None:
-        # In a context of its own: who asked first may be gone long before.
-        loop, context = asyncio.get_running_loop(), contextvars.Context()
-        watched.task = context.run(loop.create_task, self._follow(watched))
+    def _follow(self, watched: _Watched) -> None:
+        if watched.task is None or watched.task.done():
+            # In a context of its own: who asked first may be gone long before.
+            loop, context = asyncio.get_running_loop(), contextvars.Context()
+            watched.task = context.run(loop.create_task, self._look_again_and_again(watched))
 
-    async def _follow(self, watched: _Watched) -> None:
-        """Look at the run, again and again, until nobody has wanted it for a while."""
-        said = 0.0
-        while time.monotonic() - watched.wanted_at < FORGET:
+    async def _look_again_and_again(self, watched: _Watched) -> None:
+        """Until nobody has wanted it for a while, or the server ends."""
+        more, known = False, None
+        while not self._closed and time.monotonic() - watched.wanted_at < FORGET:
+            trouble = ""
             try:
+                if watched.follower is None:
+                    watched.follower = await self._read(partial(Follower, watched.source.folder))
                 more = await self._read(watched.follower.catch_up)
                 live = await self._live(watched)
-                glance: answers.Answer | None = await self._read(partial(answers.glance, watched.follower, live))
-                watched.trouble = ""
-            except FedQueueError as error:
-                watched.trouble = str(error).replace(str(watched.source.folder), watched.source.name)
+                known = await self._read(partial(answers.glance, watched.follower, live))
+            except (FedQueueError, OSError, sqlite3.Error, LookupError, ValueError, TypeError) as error:
+                # Its ledger is damaged, of another build, or cannot be read now: it may be mended.
+                trouble = f"{type(error).__name__}: {error}".replace(str(watched.source.folder), watched.source.name)
                 more = False
-                glance = watched.glance
-            if glance is not None and (
-                watched.glance is None or _lasting(glance) != _lasting(watched.glance) or time.monotonic() - said > 10
-            ):
-                said = time.monotonic()
-                watched.glance, watched.number = glance, watched.number + 1
-                told, watched.told = watched.told, asyncio.Event()
-                told.set()
+            if trouble != watched.trouble and trouble:
+                logger.warning(f"the page of {watched.source.name} cannot go on: {trouble}")
+            self._tell(watched, answers.in_trouble(known, trouble) if trouble and known is not None else known, trouble)
             if not more:
                 await asyncio.sleep(EVERY)
         self._watched.pop(watched.source.id, None)
+
+    def _tell(self, watched: _Watched, glance: answers.Answer | None, trouble: str) -> None:
+        """Everybody who waits, if it is news."""
+        now, before = time.monotonic(), watched.glance
+        changed = glance is not None and (before is None or _lasting(glance) != _lasting(before))
+        if not changed and trouble == watched.trouble and now - watched.told_at < ANEW:
+            return
+        watched.glance, watched.trouble, watched.told_at = glance, trouble, now
+        watched.number += 1
+        told, watched.told = watched.told, asyncio.Event()
+        told.set()
 
     async def _live(self, watched: _Watched) -> RunStatus | None:
         """What its coordinator says; None: there is none, or it does not answer now."""
@@ -314,16 +331,14 @@ class Pages:
 
     async def _of(self, run: str, what: Callable[[Follower], answers.Answer]) -> Response:
         watched = self._watch(run)
-        while watched.glance is None:
-            await self._told(watched)
-
-        def look() -> answers.Answer:
-            with watched.follower.lock:
-                return what(watched.follower)
-
-        return _answer(await self._read(look))
+        await self._known(watched)
+        assert watched.follower is not None  # it has told something
+        return _answer(await self._read(partial(what, watched.follower)))
 
     async def _read(self, act: Callable[[], T]) -> T:
+        """One after the other, in a thread of its own: nobody else touches a follower."""
+        if self._closed:
+            raise RunFolderError("the server is stopping")
         return await asyncio.get_running_loop().run_in_executor(self._reader, act)
 
 

@@ -9,7 +9,7 @@ import { at, count, fill, hours, make, percent, span } from "./words.js";
 const byId = (id) => document.getElementById(id);
 const CHARTS_EVERY = 2000; // milliseconds, at least, between two looks at the curves and the log
 
-let runs = [], run = null, state = null, received = 0, leave = () => {}, due = null;
+let runs = [], run = null, state = null, received = 0, leave = () => {}, due = null, again = null;
 const path = (what) => `v1/page/${encodeURIComponent(run)}/${what}`;
 const query = (values) => { const found = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== null)); return found.size ? `?${found}` : ""; };
 
@@ -26,6 +26,7 @@ timeline.changed = () => byId("newest").setAttribute("aria-pressed", String(time
 // Who asks ------------------------------------------------------------------------------------------------
 
 function signIn(why) {
+  clearTimeout(again);
   leave();
   byId("main").hidden = true;
   byId("sign-in").hidden = false;
@@ -44,13 +45,14 @@ byId("sign-in-form").addEventListener("submit", (event) => {
 // Which run -----------------------------------------------------------------------------------------------
 
 async function begin() {
+  clearTimeout(again);
   let found;
   try {
     found = await get("v1/page");
   } catch (error) {
     if (error instanceof NotAllowed) return signIn(error.message);
     show("link", `the server does not answer: ${error.message}`, "lost");
-    setTimeout(begin, 2000);
+    again = setTimeout(begin, 2000);
     return;
   }
   byId("sign-in").hidden = true;
@@ -58,9 +60,9 @@ async function begin() {
   showFederation(found);
   const same = runs.length === found.runs.length && runs.every((one, n) => one.id === found.runs[n].id);
   runs = found.runs;
-  if (!same) byId("runs").replaceChildren(...runs.map((one) => make("option", { value: one.id }, one.name)));
+  if (!same) byId("runs").replaceChildren(...runs.map((one) => make("option", { value: one.id, selected: one.id === run }, one.name)));
   byId("pick").hidden = runs.length < 2;
-  if (found.sites !== null) setTimeout(() => { if (!byId("main").hidden) begin(); }, 10000);
+  if (found.sites !== null) again = setTimeout(begin, 10000);
   const wanted = new URLSearchParams(location.hash.slice(1)).get("run");
   if (runs.length && (run === null || !same)) choose(runs.some((one) => one.id === wanted) ? wanted : run ?? runs[0].id);
   else if (!runs.length) show("link", "live");
