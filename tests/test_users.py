@@ -17,8 +17,8 @@ from fedqueue.agent.access_file import AccessFile
 from fedqueue.agent.http_transport import Client
 from fedqueue.cli import main
 from fedqueue.coordinator import federation_api, http_api
+from fedqueue.coordinator.endpoints import Endpoint
 from fedqueue.coordinator.federation_api import LOG_BYTES
-from fedqueue.coordinator.http_api import Endpoint
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.coordinator.server import ADDRESS
 from fedqueue.ledger import FILE, LedgerReader
@@ -132,6 +132,7 @@ def asked(served: Served, where: str, endpoint: Endpoint, who: str) -> int:
     """The status of the answer."""
     numbers = dict.fromkeys(("version", "sequence", "attempt"), "7")
     words = {**numbers, "part": "1", "sha256": "a" * 64, "facility": "nobody", "run": "first", "user": "nobody"}
+    words["file"] = "page.css"
     path = re.sub(r"{(\w+)}", lambda name: words[name[1]], endpoint.path)
     path = ("" if where == "federation" else f"/runs/{served.run_id('first')}") + path
     path += "?offset=0&bytes=8" if endpoint.query else ""
