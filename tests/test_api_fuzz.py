@@ -21,7 +21,8 @@ from fedqueue.agent.transport import CoordinatorUnreachableError
 from fedqueue.coordinator import federation_api
 from fedqueue.coordinator.access import MOST_AT_ONCE, REPORTS_IN_STOCK, REPORTS_PER_SECOND, Limits
 from fedqueue.coordinator.coordinator import Refused
-from fedqueue.coordinator.http_api import BODY_LIMIT, ENDPOINTS, Endpoint
+from fedqueue.coordinator.endpoints import BODY_LIMIT, Endpoint
+from fedqueue.coordinator.http_api import ENDPOINTS
 from fedqueue.coordinator.openapi import openapi
 from fedqueue.coordinator.rights import RIGHTS
 from fedqueue.ledger import FILE, LedgerReader
@@ -308,7 +309,15 @@ _ODD = (
 @pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if "{" in e.path], ids=lambda e: f"{e.method} {e.path}")
 def test_odd_names_and_numbers_in_a_path_are_refused(endpoint: Any, served: Served) -> None:
     """In every place, with all others right."""
-    right = {"version": "0", "sequence": "0", "attempt": "0", "sha256": "a" * 64, "facility": "north"}
+    right = {
+        "version": "0",
+        "sequence": "0",
+        "attempt": "0",
+        "sha256": "a" * 64,
+        "facility": "north",
+        "run": "first",
+        "file": "page.css",
+    }
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
     credential = _credential(served, "operator" if endpoint.right in RIGHTS["operator"] else "facility")
     with Raw(served) as raw:

@@ -341,7 +341,9 @@ def test_a_folder_that_is_no_model_and_data_that_nobody_names_are_refused(
 def test_one_file_is_shared_out_by_a_label(files: Path) -> None:
     rows = [{**row, "kind": "dogs" if "dogs" in str(row["instruction"]) else "others"} for row in ROWS]
     shared = str(write(files / "all.jsonl", rows))
-    assert sum(make(files, train=shared, label="kind").data_sizes()) == len(ROWS)
+    task = make(files, train=shared, label="kind")
+    assert sum(task.data_sizes()) == len(ROWS)
+    assert task.score(task.initial_model())["loss"] > 0, "its test file needs no label"
     with pytest.raises(ConfigError, match=r"needs task\.options\.label"):
         make(files, train=shared)
 

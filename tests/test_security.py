@@ -159,7 +159,7 @@ def test_an_upload_under_way_ends_when_its_facility_is_revoked(served: Served, t
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: f"{e.method} {e.path}")
 def test_every_endpoint_asks_who_it_is(endpoint: Any, served: Served) -> None:
     numbers = dict.fromkeys(("version", "sequence", "attempt"), "0")
-    words = {**numbers, "part": "1", "sha256": "a" * 64, "facility": "nobody"}
+    words = {**numbers, "part": "1", "sha256": "a" * 64, "facility": "nobody", "file": "page.css", "run": "nobody"}
     path = re.sub(r"{(\w+)}", lambda found: words[found[1]], endpoint.path)
     path += "?offset=0&bytes=8" if endpoint.query else ""
     facility = served.credentials.get("north") or served.enrol("north")

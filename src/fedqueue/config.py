@@ -267,6 +267,7 @@ class ServerSettings:
     group_may_write: bool = False  # to the config and to the run's folder; else they are refused where it may
     connections: int = 1024  # at once, from everybody together; beyond it the oldest stranger has to go
     connections_per_address: int = 256  # the same of one address; many agents may be behind one
+    open_reading: bool = False  # whoever reaches the server may see its live pages, without a credential
     credential_days: float = 90.0  # after which a credential expires that was not used; in use it is renewed
 
     def __post_init__(self) -> None:

@@ -198,11 +198,11 @@ class LedgerReader:
         """Ask one of the views, for example `SELECT * FROM jobs`."""
         return self._db.execute(query, values).fetchall()
 
-    def steps(self) -> Iterator[tuple[Event, list[tuple[str, str]]]]:
-        """Every event in order, with its commands as (kind, JSON)."""
-        commands = self._db.execute("SELECT seq, kind, body FROM commands ORDER BY seq, place")
+    def steps(self, after: int = -1) -> Iterator[tuple[Event, list[tuple[str, str]]]]:
+        """Every event in order, with its commands as (kind, JSON). `after`: of this number."""
+        commands = self._db.execute("SELECT seq, kind, body FROM commands WHERE seq > ? ORDER BY seq, place", (after,))
         pending = commands.fetchone()
-        for row in self._db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+        for row in self._db.execute("SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq", (after,)):
             wanted: list[tuple[str, str]] = []
             while pending is not None and pending["seq"] == row["seq"]:
                 wanted.append((pending["kind"], pending["body"]))
@@ -210,13 +210,15 @@ class LedgerReader:
             event = parse(row["kind"], json.loads(row["body"]))
             yield event, wanted  # type: ignore[misc]  # the events table holds events
 
-    def lines(self) -> Iterator[str]:
-        """The journal as JSON lines: each event, then each command it brought. What a message says is in `body`, so no
+    def lines(self, after: int = -1, last: int = 2**62) -> Iterator[str]:
+        """The journal as JSON lines: each event, then each command it brought. `after` and up to the `last` of these
+        numbers. What a message says is in `body`, so no
         field of it can be taken for one of the line: a timer has an `at` of its own, a record a `kind`."""
         query = """SELECT seq, -1 AS place, 'event' AS what, kind, at, body FROM events
+                   WHERE seq > :after AND seq <= :last
                    UNION ALL SELECT c.seq, c.place, 'command', c.kind, e.at, c.body
-                   FROM commands c JOIN events e USING (seq) ORDER BY 1, 2"""
-        for row in self._db.execute(query):
+                   FROM commands c JOIN events e USING (seq) WHERE c.seq > :after AND c.seq <= :last ORDER BY 1, 2"""
+        for row in self._db.execute(query, {"after": after, "last": last}):
             head = f'"seq":{row["seq"]},"at":{row["at"]!r},"what":"{row["what"]}","kind":"{row["kind"]}"'
             yield f'{{{head},"body":{row["body"]}}}'
 

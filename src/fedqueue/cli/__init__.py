@@ -24,7 +24,7 @@ from fedqueue.plugins import plugins
 
 _OURS: Final = (
     *("demo", "init", "simulate", "compare", "plan", "history", "forecast"),
-    *("run", "report", "models", "replay", "retrace", "journal", "doctor", "sbom"),
+    *("run", "page", "report", "models", "replay", "retrace", "journal", "doctor", "sbom"),
     *("serve", "submit", "list", "logs", "user", "audit", "enroll", "agent"),
 )
 """Each is the name of its file here."""

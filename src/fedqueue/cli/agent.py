@@ -25,6 +25,7 @@ HELP = "be the agent of this facility"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="AGENT.toml", help="the agent's own config")
     parser.add_argument("--once", action="store_true", help="do what there is to do now, and end: for cron")
+    common.add_log_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     enrolment = Enrolment.load(home, group_may_write=config.agent.group_may_write)
     transport = enrolment.client(home, config.agent.proxy, own_of(config, args.config))
     if enrolment.federation:
-        return _serve_federation(config, home, enrolment.facility, transport, once=args.once)
-    with live.logged(), common.until_interrupted() as interrupted:
+        return _serve_federation(config, home, enrolment.facility, transport, args)
+    with live.logged(as_json=args.log_format == "json"), common.until_interrupted() as interrupted:
         agent = Agent(config, home, enrolment.facility, transport, run=enrolment.run)
         try:
             if not args.once:
@@ -52,16 +53,18 @@ def run(args: argparse.Namespace) -> int:
             agent.close()
 
 
-def _serve_federation(config: AgentConfig, home: Path, facility: str, transport: Client, *, once: bool) -> int:
+def _serve_federation(
+    config: AgentConfig, home: Path, facility: str, transport: Client, args: argparse.Namespace
+) -> int:
     from fedqueue.agent.site import Site
 
-    with live.logged(), common.until_interrupted() as interrupted:
+    with live.logged(as_json=args.log_format == "json"), common.until_interrupted() as interrupted:
         site = Site(config, home, facility, transport)
         try:
-            if not once:
+            if not args.once:
                 every = f"{config.agent.poll_seconds:g} s"
                 log.info(f"agent of {facility}, offers {', '.join(config.offers)}; looks every {every}")
-            site.run(once=once, stopping=interrupted)
+            site.run(once=args.once, stopping=interrupted)
             return 130 if interrupted() else 0
         finally:
             site.close()

@@ -44,6 +44,12 @@ def write_template(name: str, path: Path) -> None:
         raise ConfigError(f"{path}: exists already; nothing was changed; name another file") from None
 
 
+def add_log_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of what is logged: lines, or JSON in lines"
+    )
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the folder to make; it must not exist (default: a new one in runs/)"

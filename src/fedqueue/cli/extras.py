@@ -17,6 +17,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
     "train": ("torch", "safetensors", "sklearn"),
     "plots": ("matplotlib",),
     "serve": ("uvicorn", "starlette", "cryptography"),
+    "metrics": ("prometheus_client",),
     "huggingface": ("transformers", "accelerate"),
     "lm": ("transformers", "accelerate", "peft"),
     "lightning": ("lightning",),
@@ -26,7 +27,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
 USES: Final[dict[str, str]] = {
     "train": "training models",
     "plots": "drawing plots and reports",
-    "serve": "coordinating real runs",
+    "serve": "serving runs and pages",
     "lm": "training language models",
 }
 

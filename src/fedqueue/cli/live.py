@@ -5,6 +5,7 @@ Whoever has something to say logs it; who watches reads it below the table, or l
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Protocol
 
 from rich.console import Group, RenderableType
@@ -233,21 +235,44 @@ class _Lines(logging.Formatter):
         return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in line)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # as the standard library calls it
-        facility, _, run = record.name.removeprefix("fedqueue.agent.").partition("/")
-        hosted = (record.threadName or "").partition(RUN_THREAD)[2]  # by a federation
-        if whose := run or hosted or (facility if self._debugged and facility != record.name else ""):
-            record.message = f"{whose}: {record.message}"
+        facility, run = whose(record)
+        if named := run or (facility if self._debugged else ""):
+            record.message = f"{named}: {record.message}"
         return super().formatMessage(record)
+
+
+def whose(record: logging.LogRecord) -> tuple[str, str]:
+    """The facility whose agent says it, and the run that it is about; empty: none."""
+    facility, _, run = record.name.removeprefix("fedqueue.agent.").partition("/")
+    hosted = (record.threadName or "").partition(RUN_THREAD)[2]  # by a federation
+    return "" if facility == record.name else facility, run or hosted
+
+
+class _Json(logging.Formatter):
+    """An object of JSON in each line, for programs that collect logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facility, run = whose(record)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        facts = {"at": at, "level": record.levelname.lower(), "facility": facility, "run": run}
+        error = {} if record.exc_info is None else {"error": self.formatException(record.exc_info)}
+        said = {**facts, "message": record.getMessage(), **error}
+        return json.dumps({key: value for key, value in said.items() if value}, ensure_ascii=True)
 
 
 @contextmanager
 def logged(
-    to: SupportsWrite | None = None, *, quiet: bool = False, stamped: bool = True, debugged: bool = False
+    to: SupportsWrite | None = None,
+    *,
+    quiet: bool = False,
+    stamped: bool = True,
+    debugged: bool = False,
+    as_json: bool = False,
 ) -> Iterator[None]:
     """Inside, what fedqueue logs is written: a line each, to standard error if nothing else is named. `stamped`: with
     the time of day. `debugged`: agents share this process, so each line says whose it is."""
     handler = logging.NullHandler() if quiet else logging.StreamHandler(to or sys.stderr)
-    handler.setFormatter(_Lines(stamped=stamped, debugged=debugged))
+    handler.setFormatter(_Json() if as_json else _Lines(stamped=stamped, debugged=debugged))
     ours = logging.getLogger("fedqueue")
     before = ours.level
     ours.setLevel(logging.INFO)
@@ -260,12 +285,15 @@ def logged(
 
 
 @contextmanager
-def following(config: Config, *, quiet: bool, served: bool = False, debugged: bool = False) -> Iterator[Screen]:
+def following(
+    config: Config, *, quiet: bool, served: bool = False, debugged: bool = False, as_json: bool = False
+) -> Iterator[Screen]:
     """`served`: it says nothing of what happened until its `past` is set to False, and its lines are a log of days.
-    `debugged`: no table."""
+    `debugged`, `as_json`: no table."""
     screen = Screen(config, quiet=quiet, served=served, debugged=debugged)
+    screen.fancy = screen.fancy and not as_json
     to = screen if screen.fancy else None
-    with logged(to, quiet=quiet, stamped=served and not screen.fancy, debugged=debugged):
+    with logged(to, quiet=quiet, stamped=served and not screen.fancy, debugged=debugged, as_json=as_json):
         if screen.fancy:
             with Live(screen, console=screen._out, refresh_per_second=1 / REFRESH_SECONDS, transient=True):
                 yield screen

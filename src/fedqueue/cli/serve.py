@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_changes(parser)
     common.add_out(parser)
+    common.add_log_format(parser)
     parser.add_argument(
         "--plain-http", action="store_true", help="no TLS; only where server.host is a loopback address"
     )
@@ -50,21 +51,21 @@ def run(args: argparse.Namespace) -> int:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: is a federation: --set and --out are for runs")
         extras.need("serve")
-        return _serve_federation(args.config.absolute(), plain=args.plain_http)
+        return _serve_federation(args.config.absolute(), args)
     config, tree = run_here.begin(args.config, args.changes)
     extras.need_for(config, real=True, elsewhere=True)
     if tree is None:
         if args.changes or args.out:
             raise ConfigError(f"{args.config}: a run goes on as it began; begin another to change something")
         _must_be_alone(args.config)
-        return _serve(config, args.config.absolute(), plain=args.plain_http)
+        return _serve(config, args.config.absolute(), args)
     only_ours(args.config, group="" if config.server.group_may_write else "server.group_may_write")
     from fedqueue.coordinator.run_folder import store_config
     from fedqueue.coordinator.server import ADDRESS
 
     with new_folder(args.out, f"{config.run.name}-{config.run.strategy}", kept_with=ADDRESS) as folder:
         store_config(folder.absolute(), tree, args.config.parent)
-        return _serve(config, folder.absolute(), plain=args.plain_http)
+        return _serve(config, folder.absolute(), args)
 
 
 def _must_be_alone(folder: Path) -> None:
@@ -77,13 +78,13 @@ def _must_be_alone(folder: Path) -> None:
             raise ConfigError(f"{folder}: is a run of the federation {hosted_by}: fedqueue serve {hosted_by}")
 
 
-def _serve_federation(folder: Path, *, plain: bool) -> int:
+def _serve_federation(folder: Path, args: argparse.Namespace) -> int:
     from fedqueue.coordinator.federation import federation
 
     with (
-        live.logged(stamped=True),
+        live.logged(as_json=args.log_format == "json"),
         common.until_interrupted() as interrupted,
-        federation(folder, plain=plain, make_view=partial(live.Screen, quiet=True, served=True)) as served,
+        federation(folder, plain=args.plain_http, make_view=partial(live.Screen, quiet=True, served=True)) as served,
     ):
         log.info(f"federation: {folder}")
         log.info(f"listening at {served.address.url}")
@@ -98,10 +99,14 @@ def _serve_federation(folder: Path, *, plain: bool) -> int:
     return 130
 
 
-def _serve(config: Any, folder: Path, *, plain: bool) -> int:
+def _serve(config: Any, folder: Path, args: argparse.Namespace) -> int:
     from fedqueue.coordinator.serve import coordinate
 
-    with live.following(config, quiet=False, served=True) as screen, common.until_interrupted() as interrupted:
+    as_json = args.log_format == "json"
+    with (
+        live.following(config, quiet=False, served=True, as_json=as_json) as screen,
+        common.until_interrupted() as interrupted,
+    ):
 
         @contextmanager
         def beside(coordinator: Any, access: Any, address: Address) -> Iterator[None]:
@@ -119,7 +124,7 @@ def _serve(config: Any, folder: Path, *, plain: bool) -> int:
         summary = coordinate(
             config,
             folder,
-            plain=plain,
+            plain=args.plain_http,
             beside=beside,
             views=[screen],
             until=interrupted,

@@ -59,7 +59,9 @@ from fedqueue.runs import SUMMARY
 
 log = logging.getLogger(__name__)
 
-OF_FEDERATION: Final = frozenset({"host", "port", "names", "certificate", "key", "client_authority", "credential_days"})
+OF_FEDERATION: Final = frozenset(
+    {"host", "port", "names", "certificate", "key", "client_authority", "credential_days", "open_reading"}
+)
 """Settings of the server that a run has no say in."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 JOIN_SECONDS: Final = 30.0

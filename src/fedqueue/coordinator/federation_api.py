@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,13 +15,11 @@ from starlette.types import Receive, Scope, Send
 from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import changed, plain_name
 from fedqueue.coordinator.coordinator import Coordinator, Refused
+from fedqueue.coordinator.endpoints import Call, Endpoint, address_of
 from fedqueue.coordinator.federation import NAME, Federation, Run
 from fedqueue.coordinator.http_api import (
     RENEWAL,
-    Call,
-    Endpoint,
     Service,
-    address_of,
     answer_poll,
     enrolled,
     enrolling,
@@ -29,13 +27,15 @@ from fedqueue.coordinator.http_api import (
     of_facility,
 )
 from fedqueue.coordinator.openapi import openapi
+from fedqueue.coordinator.page_api import PAGE, status_of
 from fedqueue.coordinator.run_folder import LOG
 from fedqueue.coordinator.server import NOT_NOW
 from fedqueue.coordinator.status import in_words
 from fedqueue.coordinator.transfers import send_file
 from fedqueue.errors import FedQueueError, RunFolderError, StorageError
 from fedqueue.models import Models, read_models
-from fedqueue.protocol.codec import encode
+from fedqueue.page.pages import Pages, Source
+from fedqueue.protocol.codec import body, encode
 from fedqueue.protocol.contract import Invitation, one_line
 from fedqueue.protocol.reports import Poll
 from fedqueue.protocol.service import (
@@ -68,6 +68,31 @@ class FederationApi(Service):
     def __init__(self, federation: Federation) -> None:
         super().__init__(federation.access, ENDPOINTS, federation.audit)
         self.federation = federation
+        self.open_reading = federation.settings.server.open_reading
+        self.pages = Pages(self._shown, title=federation.folder.name)
+
+    def _shown(self) -> list[Source]:
+        """Newest last; those that are over are read from their folders."""
+        runs = list(self.federation.runs.values())
+        return [
+            Source(
+                id=run.id,
+                name=run.name,
+                folder=run.folder,
+                owner=run.owner,
+                steer=f"runs/{run.id}/v1" if run.over is None else None,
+                status=status_of(run.api.coordinator, self.access) if run.api is not None else None,
+            )
+            for run in runs
+        ]
+
+    async def overview(self, who: str) -> dict[str, Any]:
+        found = await asyncio.get_running_loop().run_in_executor(None, self.federation.status, who, _how_it_gets_on)
+        runs = [{**body(run), "id": run.run, "folder": ""} for run in found.runs]
+        return {"sites": [body(site) for site in found.sites], "runs": runs}
+
+    def at_work(self) -> list[Coordinator]:
+        return [run.api.coordinator for run in self.federation.runs.values() if run.api is not None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To one of the runs, or to the federation itself."""
@@ -332,4 +357,5 @@ ENDPOINTS: Final = (
         about="remove a user",
         noted="user removed",
     ),
+    *PAGE,
 )

@@ -12,11 +12,11 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, TypeVar
 
@@ -31,14 +31,17 @@ from fedqueue import PROTOCOL, __version__
 from fedqueue.coordinator.access import OPERATOR, Access, Limits, changed, plain_name, revoke
 from fedqueue.coordinator.audit import Audit
 from fedqueue.coordinator.coordinator import Coordinator, Refused
+from fedqueue.coordinator.endpoints import Call, Endpoint, address_of
 from fedqueue.coordinator.facility_api import FacilityApi
 from fedqueue.coordinator.older_protocol import OldAnswer, in_older_words
 from fedqueue.coordinator.openapi import BIGGEST, LONGEST, Schema, openapi
+from fedqueue.coordinator.page_api import PAGE, status_of
 from fedqueue.coordinator.rights import RIGHTS, Right, who_may
 from fedqueue.coordinator.status import status
 from fedqueue.coordinator.transfers import BlobConflict, BlobError, Update, Uploads, have, receive, send_file
 from fedqueue.errors import ConfigError, StorageError
 from fedqueue.files import failpoint
+from fedqueue.page.pages import Pages, Source
 from fedqueue.protocol.codec import Json, encode, read
 from fedqueue.protocol.contract import MOST_REPORTS, Address, Answer, Invitation, Verdict, one_line
 from fedqueue.protocol.reports import ForecastMade, Handin, Poll, Scored, Started, Took
@@ -59,8 +62,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BODY_LIMIT: Final = 1 << 20
-"""Bytes of a JSON body."""
 BODY_SECONDS: Final = 30.0
 """By when it must be there."""
 SMALL_BODY: Final = 16 << 10
@@ -81,42 +82,15 @@ RENEW: Final = "FedQueue-Renew"
 Reply = Response | Verdict | Answer | OldAnswer | Invitation | Enrolled | Offset | Done | RunStatus | Health | Schema
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One request, as a handler sees it: who asks, the numbers and names of its path, its body."""
-
-    who: str
-    secret: str  # by which that is known
-    request: Request
-    path: Mapping[str, Any]  # numbers are whole numbers
-    body: Any
-
-    @property
-    def address(self) -> str:
-        return address_of(self.request)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """One row of the table."""
-
-    method: str
-    path: str
-    right: Right | None  # that who asks needs; None: anyone may
-    handle: Callable[[Any, Call], Awaitable[Any]]  # of the service whose table it is in; what it answers is a `Reply`
-    body: type | None = None
-    most: int = BODY_LIMIT
-    query: tuple[str, ...] = ()
-    about: str = ""
-    noted: str = ""  # what the audit says of it before it is done; empty: nothing, or its handler does
-
-
 _may_still_ask: ContextVar[Callable[[], object]] = ContextVar("_may_still_ask", default=lambda: None)
 """Of the request that is being served: refuses who was revoked since it came."""
 
 
 class Service:
     """Serves a table of endpoints."""
+
+    pages: Pages | None = None  # of runs, live; None: it has none
+    open_reading = False  # anybody may look at those pages
 
     def __init__(self, access: Access, endpoints: Sequence[Endpoint], audit: Audit) -> None:
         self.access = access
@@ -131,6 +105,8 @@ class Service:
         self.app.router.redirect_slashes = False  # it would send callers to where their Host header says
 
     def close(self) -> None:
+        if self.pages is not None:
+            self.pages.close()
         self.reader.shutdown(wait=True, cancel_futures=True)
         self.writer.shutdown(wait=True, cancel_futures=True)
 
@@ -173,10 +149,6 @@ class Service:
         return who
 
 
-def address_of(request: Request) -> str:
-    return request.client.host if request.client is not None else ""
-
-
 def secret_of(request: Request) -> str:
     """The credential that comes with it; empty: none."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
@@ -204,6 +176,23 @@ class Api(Service):
         self.hosted = hosted
         self.owner = owner
         self.uploads = Uploads()
+        if not hosted:
+            self.open_reading = coordinator.config.server.open_reading
+            name = coordinator.config.run.name
+            shown = Source(
+                id=coordinator.run_id,
+                name=name,
+                folder=coordinator.folder,
+                steer="v1",
+                status=status_of(coordinator, access),
+            )
+            self.pages = Pages(lambda: [shown], title=name)
+
+    async def overview(self, who: str) -> dict[str, Any]:
+        return {}
+
+    def at_work(self) -> list[Coordinator]:
+        return [self.coordinator]
 
     async def ask(self, question: Callable[[], T]) -> T:
         """Have the coordinator's thread do this, unless who asks was revoked, which is done there too."""
@@ -255,7 +244,9 @@ class _Served:
         api, endpoint = self._api, self._endpoint
         who = ""
         try:
-            who, secret = api.who(request, endpoint.right), secret_of(request)
+            secret = secret_of(request)
+            right = None if endpoint.public and api.open_reading and not secret else endpoint.right
+            who = api.who(request, right)
             if who:
                 held.enter_context(api.limits.one_more(who))
                 _may_still_ask.set(partial(api.who, request, endpoint.right, under_way=True))
@@ -616,6 +607,7 @@ ENDPOINTS: Final = (
     of_facility("invite", "manage", _invite),
     _revoking("revoke", keep=False),
     _revoking("revoke-and-keep", keep=True),
+    *PAGE,
 )
 
 

@@ -12,7 +12,7 @@ from fedqueue import __version__
 from fedqueue.protocol.codec import Json
 
 if TYPE_CHECKING:
-    from fedqueue.coordinator.http_api import Endpoint
+    from fedqueue.coordinator.endpoints import Endpoint
 
 Schema = Json
 """A document of JSON schema, which is plain JSON by its definition."""
@@ -31,6 +31,7 @@ _PLAIN: dict[Any, Schema] = {
     type(None): {"type": "null"},
     Any: {},  # values of a config: they are checked when it is read
 }
+_PATTERNS = {"sha256": "^[0-9a-f]{64}$", "file": "^[a-z]+[.][a-z]+$"}
 _NUMBERS = ("version", "sequence", "attempt", "part", "offset", "bytes")
 
 
@@ -70,7 +71,7 @@ def _operation(endpoint: Endpoint) -> Schema:
 def _parameter(name: str) -> Schema:
     if name in _NUMBERS:
         return {"type": "integer", "minimum": 0, "maximum": LONGEST_IN_PATH}
-    return {"type": "string", "pattern": "^[0-9a-f]{64}$"} if name == "sha256" else {"type": "string"}
+    return {"type": "string", **({"pattern": _PATTERNS[name]} if name in _PATTERNS else {})}
 
 
 def of_type(hint: Any) -> Schema:

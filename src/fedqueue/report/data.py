@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fedqueue.errors import RunFolderError
 from fedqueue.ledger import FILE, LedgerReader
@@ -22,42 +21,11 @@ from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import Spent, facility_of
 from fedqueue.protocol.messages import Command, parse
 from fedqueue.protocol.state import RunState
+from fedqueue.report.jobs import Jobs, ReportedJob
 from fedqueue.runs import SUMMARY
 
 Curve = Sequence[tuple[float, float]]
 """(virtual seconds, score) of every model that was scored, in order."""
-
-Outcome = Literal["ended", "failed", "requeued", "open"]
-"""How a stretch of running stopped; open: the run was over first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One start of a job, and the wait before it."""
-
-    eligible_at: float
-    started_at: float
-    stopped_at: float
-    held_seconds: float  # that its nodes were held; by its own clock, once it has stopped
-    admission_delay: float
-    lingered: float  # seconds it held its nodes before it took its work
-    outcome: Outcome
-    pauses: tuple[tuple[float, float], ...] = ()  # from and until when it held them between two parts without work
-    idle_seconds: float = 0.0  # that it held them without work, in all
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedJob:
-    """One job that a scheduler took."""
-
-    facility: str
-    submitted_at: float
-    closed_at: float  # its update arrived, or it failed, or the run was over
-    expected_delay: float | None  # the forecast it was ordered with
-    attempts: tuple[Attempt, ...]
-    waits_since: float | None  # in the queue, again or still, when it closed
-    failed: bool
-    steps: int  # done
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +101,7 @@ class Run:
 
     @property
     def round_length(self) -> float:
-        return _round_length(self.meta)
+        return round_length_of(self.meta)
 
     @cached_property
     def facilities(self) -> tuple[str, ...]:
@@ -141,7 +109,7 @@ class Run:
 
     @cached_property
     def nodes(self) -> dict[str, int]:
-        return _nodes(self.meta)
+        return nodes_of(self.meta)
 
 
 def read_run(folder: Path) -> Run:
@@ -156,8 +124,11 @@ def read_run(folder: Path) -> Run:
 
 
 def _read(folder: Path, ledger: LedgerReader) -> Run:
-    end = float(ledger.rows("SELECT coalesce(max(at), 0) AS at FROM events")[0]["at"])
-    summary, recounted = _summary(folder, ledger)
+    state, jobs, tally = follow(ledger.meta)
+    for event, wanted in ledger.steps():
+        state(event, [parse_command(kind, text) for kind, text in wanted])
+    end = state.at
+    summary, recounted = _summary(folder, ledger.meta, tally)
     return Run(
         folder=folder,
         meta=ledger.meta,
@@ -170,7 +141,7 @@ def _read(folder: Path, ledger: LedgerReader) -> Run:
         ),
         cutoffs=_cutoffs(ledger),
         models=tuple(row["ready_at"] for row in ledger.rows("SELECT ready_at FROM models ORDER BY ready_at")),
-        jobs=_jobs(ledger, end),
+        jobs=tuple(jobs.all(end)),
         updates=tuple(
             Update(facility_of(row["job"]), row["fate"], bool(row["deferred"]), row["staleness"])
             for row in ledger.rows("SELECT * FROM updates ORDER BY settled_at")
@@ -199,8 +170,22 @@ _TROUBLES: Final = {
 }
 
 
-def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str | None]:
-    """The summary that the run left; without one, the same figures counted again from the ledger."""
+def follow(meta: Mapping[str, Any]) -> tuple[RunState, Jobs, Tally]:
+    """The state of the run of this ledger before its first event, and two views of it."""
+    nodes = nodes_of(meta)
+    state = RunState(list(nodes))
+    jobs = Jobs(state)
+    targets = meta["config"]["run"]["targets"]
+    return state, jobs, Tally(state, round_length=round_length_of(meta), nodes=nodes, targets=targets)
+
+
+def parse_command(kind: str, text: str) -> Command:
+    command: Command = parse(kind, json.loads(text))  # type: ignore[assignment]  # the commands table holds commands
+    return command
+
+
+def _summary(folder: Path, meta: Mapping[str, Any], tally: Tally) -> tuple[Mapping[str, Any], str | None]:
+    """The summary that the run left; without one, the same figures as they were counted from the ledger."""
     try:
         found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -210,14 +195,6 @@ def _summary(folder: Path, ledger: LedgerReader) -> tuple[Mapping[str, Any], str
         why = f"{SUMMARY} is missing"
     except (OSError, ValueError) as error:
         why = f"{SUMMARY} cannot be read ({error})"
-    meta = ledger.meta
-    targets = meta["config"]["run"]["targets"]
-    nodes = _nodes(meta)
-    state = RunState(list(nodes))
-    tally = Tally(state, round_length=_round_length(meta), nodes=nodes, targets=targets)
-    for event, wanted in ledger.steps():
-        commands: list[Command] = [parse(kind, json.loads(text)) for kind, text in wanted]  # type: ignore[misc]
-        state(event, commands)
     counted = tally.summary(strategy=meta["strategy"], seed=meta["seed"], wall_seconds=0.0)
     return {**counted, "wall_seconds": None}, why  # the ledger does not know how long the computer took
 
@@ -245,112 +222,6 @@ def _job_events(ledger: LedgerReader, *kinds: str) -> list[sqlite3.Row]:
     )
 
 
-def _jobs(ledger: LedgerReader, end: float) -> tuple[ReportedJob, ...]:
-    stays = {row["job"]: row["steps"] for row in ledger.rows(_STAYS)}
-    closings: dict[
-        str, tuple[float, bool]
-    ] = {}  # when, and whether by a failure; the first counts, or if it stays the last
-    stops: dict[tuple[str, int], Outcome] = {}  # by the attempt that stopped
-    for row in _job_events(ledger, "JobRequeued", "JobEnded", "JobFailed", "UpdateArrived", "UpdateRejected"):
-        job, kind, attempt = row["job"], row["kind"], row["attempt"]
-        if kind == "JobRequeued":
-            stops[job, attempt - 1] = "requeued"  # the event names the attempt that waits now
-        elif kind == "JobEnded":
-            stops[job, attempt] = "ended"
-        elif job in stays:
-            closings[job] = row["at"], kind == "JobFailed"
-        else:
-            closings.setdefault(job, (row["at"], kind != "UpdateArrived"))
-        if kind == "JobFailed":
-            stops.setdefault((job, attempt), "failed")
-    pauses: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for row in ledger.rows(_PAUSES):
-        pauses[row["job"], row["attempt"]].append((row["since"], row["until"]))
-    idle = {(row["job"], row["attempt"]): row["idle"] for row in ledger.rows(_IDLE)}
-    attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
-    for row in ledger.rows("SELECT * FROM incarnations ORDER BY job, attempt"):
-        attempts[row["job"]].append(
-            Attempt(
-                eligible_at=row["eligible_at"],
-                started_at=row["started_at"],
-                stopped_at=end if row["stopped_at"] is None else row["stopped_at"],
-                held_seconds=end - row["started_at"] if row["held_seconds"] is None else row["held_seconds"],
-                admission_delay=row["admission_delay"],
-                lingered=row["lingered"],
-                outcome=stops.get((row["job"], row["attempt"]), "open"),
-                pauses=tuple(pauses[row["job"], row["attempt"]]),
-                idle_seconds=idle.get((row["job"], row["attempt"]), 0.0),
-            )
-        )
-    return tuple(
-        _job(
-            row,
-            tuple(attempts[row["job"]]),
-            *_closing(row["job"], attempts, closings, stays, end),
-            stays.get(row["job"]),
-        )
-        for row in ledger.rows("SELECT * FROM jobs WHERE submitted_at IS NOT NULL ORDER BY submitted_at")
-        for job in [row["job"]]
-    )
-
-
-def _closing(
-    job: str,
-    attempts: Mapping[str, Sequence[Attempt]],
-    closings: Mapping[str, tuple[float, bool]],
-    stays: Collection[str],
-    end: float,
-) -> tuple[float, bool]:
-    """When a job was over, and whether by a failure. One that stays holds its nodes after its last update, too."""
-    closed_at, failed = closings.get(job, (end, False))
-    if job in stays and attempts.get(job):
-        closed_at = max(closed_at, attempts[job][-1].stopped_at)
-    return closed_at, failed
-
-
-def _job(
-    row: sqlite3.Row, attempts: tuple[Attempt, ...], closed_at: float, failed: bool, steps_of_parts: int | None
-) -> ReportedJob:
-    waits_since = row["submitted_at"]
-    if attempts:
-        last = attempts[-1]
-        waits_since = last.stopped_at if last.outcome == "requeued" else None
-    return ReportedJob(
-        facility=row["facility"],
-        submitted_at=row["submitted_at"],
-        closed_at=closed_at,
-        expected_delay=row["expected_delay"],
-        attempts=attempts,
-        waits_since=waits_since,
-        failed=failed,
-        steps=steps_of_parts or row["steps_done"] or 0,
-    )
-
-
-_STAYS: Final = """
-SELECT c.job, (SELECT sum(json_extract(e.body, '$.receipt.steps_done')) FROM events e
-                WHERE e.job = c.job AND e.kind = 'UpdateArrived') AS steps
-FROM commands c WHERE c.kind = 'SubmitJob' AND json_extract(c.body, '$.order.stay') IS NOT NULL
-"""
-_TAKEN: Final = """
-SELECT seq, job, json_extract(body, '$.attempt') AS attempt, at - json_extract(body, '$.ago') AS until,
-       max(0, json_extract(body, '$.waited') - coalesce(json_extract(body, '$.ahead_seconds'), 0)) AS idle
-FROM events WHERE kind = 'WorkTaken'
-"""
-_PAUSES: Final = f"SELECT job, attempt, until - idle AS since, until FROM ({_TAKEN}) ORDER BY seq"
-_IDLE: Final = f"""
-SELECT job, attempt, sum(idle) AS idle FROM (
-    SELECT job, attempt, idle FROM ({_TAKEN})
-    UNION ALL SELECT job, attempt, lingered FROM incarnations
-    UNION ALL SELECT job, json_extract(body, '$.attempt'), coalesce(json_extract(body, '$.idle_seconds'), 0)
-              FROM events WHERE kind = 'JobEnded'
-    UNION ALL SELECT job, json_extract(body, '$.receipt.attempt'),
-                     coalesce(json_extract(body, '$.receipt.turn_seconds'), 0)
-              FROM events WHERE kind = 'UpdateArrived' AND json_extract(body, '$.receipt.part') > 0
-) GROUP BY job, attempt
-"""
-
-
 _LEFT: Final = """
 SELECT at, kind = 'FacilityLeft' AS begins, json_extract(body, '$.facility') AS facility, 'out of reach' AS reason
 FROM events WHERE kind IN ('FacilityLeft', 'FacilityJoined') ORDER BY seq
@@ -376,11 +247,11 @@ def _absences(ledger: LedgerReader, query: str) -> tuple[Absence, ...]:
     return tuple(sorted(found, key=lambda absence: absence.at))
 
 
-def _round_length(meta: Mapping[str, Any]) -> float:
+def round_length_of(meta: Mapping[str, Any]) -> float:
     """T in seconds: the strategy's own, or else the run's."""
     return float(meta["options"].get("round_length") or meta["plan"]["round_length"])
 
 
-def _nodes(meta: Mapping[str, Any]) -> dict[str, int]:
+def nodes_of(meta: Mapping[str, Any]) -> dict[str, int]:
     """Nodes of each facility, in the order of the plan."""
     return {profile["name"]: int(profile["nodes"]) for profile in meta["plan"]["facilities"]}

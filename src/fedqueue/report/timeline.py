@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from fedqueue.report.data import ReportedJob, Run
+from fedqueue.report.data import Run
+from fedqueue.report.jobs import Bar, Mark, ReportedJob
 from fedqueue.report.style import FAINT, INK, LINE, PAPER, amount, clock_label, clock_unit, new_figure, short
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Bar = Literal["waiting", "lingering", "training", "upload"]
-Mark = Literal["requeued", "failed"]
 
 ROUNDS_SHOWN: Final = 12
 JOBS_SHOWN: Final = 40  # a facility; more bars in a row cannot be told apart
@@ -99,43 +97,16 @@ def _lanes(jobs: Sequence[ReportedJob]) -> list[tuple[int, ReportedJob]]:
     return placed
 
 
-def _bars(job: ReportedJob) -> Iterator[tuple[Bar, float, float]]:
-    known = job.submitted_at
-    for attempt in job.attempts:
-        yield "waiting", max(attempt.eligible_at, known), attempt.started_at
-        working_at = min(attempt.started_at + attempt.lingered, attempt.stopped_at)
-        if attempt.lingered > 0:
-            yield "lingering", attempt.started_at, working_at
-        for since, until in attempt.pauses:
-            yield "training", working_at, max(working_at, since)
-            yield "lingering", max(working_at, since), until
-            working_at = until
-        yield "training", working_at, attempt.stopped_at
-        known = attempt.stopped_at
-    if job.waits_since is not None:
-        yield "waiting", job.waits_since, job.closed_at
-    elif job.closed_at > known:
-        yield "upload", known, job.closed_at
-
-
-def _marks(job: ReportedJob) -> Iterator[tuple[Mark, float]]:
-    for attempt in job.attempts:
-        if attempt.outcome == "requeued":
-            yield "requeued", attempt.stopped_at
-    if job.failed:
-        yield "failed", job.closed_at
-
-
 def _draw_jobs(
     axes: Axes, row: Sequence[tuple[int, ReportedJob]], top: float, colour: str, size: float, shown: float
 ) -> set[str]:
     bars: defaultdict[tuple[int, Bar], list[tuple[float, float]]] = defaultdict(list)
     marks: defaultdict[Mark, list[tuple[float, float]]] = defaultdict(list)
     for lane, job in row:
-        for bar, since, until in _bars(job):
+        for bar, since, until in job.bars():
             if since < shown:
                 bars[lane, bar].append((since / size, (until - since) / size))
-        for mark, at in _marks(job):
+        for mark, at in job.marks():
             if at <= shown:
                 marks[mark].append((at / size, top + lane + 0.5))
     for (lane, bar), spans in bars.items():
