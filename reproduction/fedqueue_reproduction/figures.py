@@ -285,6 +285,9 @@ _PICTURES: Final[dict[str, tuple[_Entry, ...]]] = {
     "mnist-regimes-final": (
         ("scores", f"Accuracy after 100 s, in every regime. {MEANS}", times("score.final", columns=3)),
     ),
+    "mnist-regimes-moments": (
+        ("times", f"Time to 97 %, interpolated, in every regime. {MEANS}", times("interpolated.0.97", columns=3)),
+    ),
     "mnist-regimes-options": (
         ("times", f"Time to 97 %, interpolated, in every regime. {MEANS}", times("interpolated.0.97", columns=3)),
     ),
