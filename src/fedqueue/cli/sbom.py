@@ -76,7 +76,8 @@ def bill_of_materials() -> dict[str, Any]:
                 ],
             }
             for name in sorted(needs)
-        ],
+        ]
+        + [{"ref": BUNDLED["bom-ref"], "dependsOn": []}],
     }
 
 
