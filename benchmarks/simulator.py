@@ -81,6 +81,7 @@ class _Timed(Task):
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
+        change: StateDict | None = None,
     ) -> Trained:
         self.asked.append((facility, steps, learning_rate))
         began = time.perf_counter()

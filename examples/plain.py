@@ -43,6 +43,7 @@ def main() -> None:
             model.load_state_dict(part.model(), strict=False)
             for group in optimizer.param_groups:
                 group["lr"] = part.learning_rate
+            part.prepare(optimizer, model)  # goes on from what all facilities learned, if the run shares that
             loss = torch.zeros(())
             for _ in part.steps():  # ends at the step budget, the deadline or a signal
                 inputs, targets = make_batch()

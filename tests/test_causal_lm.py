@@ -204,6 +204,9 @@ name = "causal-lm"
 optimizer = "adamw"
 batch_size = 2
 
+[model]
+moments = "shared"
+
 [task.options]
 model = "{model}"
 train = {{ north = "north.jsonl", south = "south.jsonl" }}
@@ -338,7 +341,9 @@ def test_a_folder_that_is_no_model_and_data_that_nobody_names_are_refused(
 def test_one_file_is_shared_out_by_a_label(files: Path) -> None:
     rows = [{**row, "kind": "dogs" if "dogs" in str(row["instruction"]) else "others"} for row in ROWS]
     shared = str(write(files / "all.jsonl", rows))
-    assert sum(make(files, train=shared, label="kind").data_sizes()) == len(ROWS)
+    task = make(files, train=shared, label="kind")
+    assert sum(task.data_sizes()) == len(ROWS)
+    assert task.score(task.initial_model())["loss"] > 0, "its test file needs no label"
     with pytest.raises(ConfigError, match=r"needs task\.options\.label"):
         make(files, train=shared)
 
@@ -348,21 +353,38 @@ def trained_alike(one: Any, other: Any, first: dict[str, Any]) -> bool:
     moved = [(one.model[name] - other.model[name]).abs() for name in first]
     close = sum(float((d > 1e-5).sum()) for d in moved) < 0.01 * sum(d.numel() for d in moved)
     same = (one.samples, one.loss) == (other.samples, pytest.approx(other.loss, rel=1e-5))
-    return close and same and distance(one.model, first) > 1e-4
+    trained = {name: one.model[name] for name in first}
+    return close and same and distance(trained, first) > 1e-4
+
+
+def job(**fields: Any) -> dict[str, Any]:
+    """Of a few steps."""
+    return {"facility": 0, "steps": 3, "learning_rate": 1e-4, "key": 2, **fields}
 
 
 def test_steps_that_are_recorded_are_those_that_are_written(files: Path) -> None:
     """On a processor, where nothing is recorded but the same is done: masks, means over the answers, the optimizer."""
+    from fedqueue.aggregate import roles_of
+    from fedqueue.moments import no_moments
+    from fedqueue.protocol.aggregation import split_moments
+
     for options in ({}, {"packing": False, "sequences_at_once": 3}):
         task = make(files, batch_size=4, facilities=1, **options)
         first = task.initial_model()
-        written = [task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key) for key in (1, 2)]
+        # Moments shared, with and without a last change of the model.
+        nobodys = {**first, **no_moments(first, roles_of(first))}
+        shared = {**first, **split_moments(task.train(**job(model=nobodys, key=3)).model)[1]}
+        moved = {name: torch.full_like(tensor, 1e-5) for name, tensor in first.items()}
+        jobs = [job(model=first, key=1), job(model=shared, key=1), job(model=shared, change=moved), job(model=first)]
+        written = [task.train(**one) for one in jobs]
         assert "not on an accelerator" in task._why_not_recorded
         task._why_not_recorded = None
         task.record_steps()
-        for key, before in zip((1, 2), written, strict=True):  # what the first leaves does not reach the second
-            again = task.train(facility=0, model=first, steps=3, learning_rate=1e-4, key=key)
+        for one, before in zip(jobs, written, strict=True):  # what the first leaves does not reach the second
+            again = task.train(**one)
             assert trained_alike(again, before, first)
+            assert set(again.model) == set(before.model) == set(one["model"])
+        assert distance(written[1].model, written[2].model) > 1e-6
         assert len(task._recorded) == 1
 
 

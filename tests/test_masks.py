@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +31,9 @@ from fedqueue.protocol.codec import read
 from fedqueue.protocol.contract import MaskGroup, MaskShare, facility_of
 from fedqueue.tensorfile import read_header
 from tests.coordinators import Facility, Served, refusal, request, serving, update
-from tests.faults.schedules import Kill, Schedule, perform
 from tests.waiting import wait_for
 
+ROOT = Path(__file__).parent.parent
 NAMES = ("north", "south", "west", "east")
 
 
@@ -192,7 +195,8 @@ def test_an_agent_gives_to_one_good_group_and_to_no_other(tmp_path: Path) -> Non
     transport.give = lambda path, version, sha256, group: given.append(group)
     made._give(first)
     assert given == [name_of(first)]
-    assert "not here any more" in refused(first), "what was given is cleared away"
+    made.keep(0, (0, 0), tmp_path / "none", 0)  # the verdict was lost, and the agent hands in once more
+    assert "not here any more" in refused(first), "what was given is cleared away, and does not come back"
     assert "the key of west is not the one that it had" in refused(group(NAMES[:3], sequence=1, west=new_secret()))
     assert given == [name_of(first)]
     made.close()
@@ -303,14 +307,29 @@ def test_strangers_and_others_are_refused_at_a_group(tmp_path: Path, masked_run:
         assert refusal(north.client.call, "GET", path).status == 410, "no group waits"
 
 
-@pytest.mark.waits(30)
-@pytest.mark.parametrize("point", [*MASKS, ""])
-def test_a_kill_at_any_point_of_a_masked_run_loses_nothing_and_counts_nothing_twice(point: str, tmp_path: Path) -> None:
-    process = "coordinator" if point == "mask.kept" else "north"
-    rounds = {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}
-    how: dict[str, dict[str, Any]] = {"fedqueue": rounds, "fedavg": {"steps": 5}}
-    strategy = "fedqueue" if point and MASKS.index(point) % 2 else "fedavg"
-    kills = (Kill(process, point, 2),) if point else (Kill("coordinator", after=1.0), Kill("south", after=1.5))
-    found = perform(Schedule(7, strategy, how[strategy], 4, kills, masked=True), tmp_path / "run")
-    assert not found.error, found.error
-    assert found.kills >= 1
+KILLS = """
+import json, sys
+from pathlib import Path
+from tests.faults.schedules import Kill, Schedule, perform
+
+rounds = {"margin": 0.05, "min_train_budget": 0.05, "min_steps": 3}
+for number, point in enumerate(["", *sys.argv[2:]]):
+    kills = [Kill("coordinator" if point == "mask.kept" else "north", point)]
+    if not point:
+        kills = [Kill("coordinator", after=0.8), Kill("south", after=1.2)]
+    strategy, options = ("fedqueue", rounds) if number % 2 else ("fedavg", {"steps": 5})
+    found = perform(Schedule(7, strategy, options, 3, tuple(kills), masked=True), Path(sys.argv[1]) / str(number))
+    print(json.dumps([point, found.kills, found.error]), flush=True)
+"""
+
+
+@pytest.mark.waits(40)
+def test_a_kill_at_any_point_of_a_masked_run_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
+    """The last model is what the ledger says, to the last update. In a process of its own: a fork wants no threads."""
+    argv = [sys.executable, "-c", KILLS, str(tmp_path), *MASKS]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [point for point, _, _ in outcomes] == ["", *MASKS], done.stderr[-3000:]
+    assert not [error for _, _, error in outcomes if error], "\n".join(error for _, _, error in outcomes)
+    assert all(kills for _, kills, _ in outcomes)

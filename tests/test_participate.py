@@ -381,7 +381,7 @@ def test_dry_run_writes_beside_the_script_and_keeps_earlier_ones(
     [
         ("order.json", "[]", "must hold one JSON object"),
         ("order.json", "{", "is not JSON"),
-        ("order.json", '{"protocol": 9}', "protocol must be 2 or 1, found 9"),
+        ("order.json", '{"protocol": 9}', "protocol must be 1 to 3, found 9"),
         ("order.json", '{"protocol": 1}', "standing: is missing"),
     ],
 )

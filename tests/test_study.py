@@ -351,7 +351,7 @@ def test_error_of_a_run_names_cell_and_seed_and_keeps_the_others(small: Path, ca
     assert main(["reproduce", "small", "--jobs", "1"]) == 4
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("fedqueue: error: small: fedavg (rho=low), seed 11: ")
-    assert "1 of 8 runs are kept" in err[-2]
+    assert "2 of 8 runs are kept" in err[-2]
 
 
 def test_cuda_that_is_not_there_is_one_line(small: Path, capsys: Any) -> None:

@@ -352,13 +352,14 @@ def test_a_submission_from_elsewhere_reads_and_runs_nothing_on_the_server(served
 
 
 def test_who_is_elsewhere_is_told_no_folder_of_the_server(served: Served, say: Say, tmp_path: Path) -> None:
-    begun = submit(served, "submitter", "unenrolled", {"facility": [{"name": "north"}, {"name": "stranger"}]})
+    facilities = [{"name": "north"}, {"name": "stranger"}]
+    begun = submit(served, "submitter", "unenrolled", {"facility": facilities, "server": {"wait_for": 1}})
     assert "stranger is not enrolled; an operator of the federation invites it" in begun["notes"]
     client = Client(url(served), credential=credential(served, "viewer"))
-    said = [begun, client.call("GET", "/v1/status"), client.of(begun["run"]).call("GET", "/v1/status")]
+    said = [begun, client.call("GET", "/v1/federation"), client.of(begun["run"]).call("GET", "/v1/status")]
     assert str(served.base) not in json.dumps(said)
     assert f"{served.folder}/runs/unenrolled" in say("list", served.folder, "--json")[1], "who is there sees it"
-    assert say("stop", served.run_folder("unenrolled"))[0] == 0
+    served.wait_for_end("unenrolled")
 
 
 def test_what_the_operator_names_may_run(served: Served) -> None:

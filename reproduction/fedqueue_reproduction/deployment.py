@@ -36,6 +36,8 @@ JOBS: Final = {
     "perlmutter": (12, 10, 2, 1.09),
 }
 """Submitted, admitted, deferred, greatest delay ratio, as published."""
+ASKED_FOR_NUMBERS: Final = "perlmutter"
+"""Who has questions whose answers are numbers."""
 BUDGETS: Final = {"fedqueue-1": "20 to 72", "fedqueue-2": "20 to 176"}
 ERRORS: Final = {"fedqueue-1": "3 to 10 %", "fedqueue-2": "2 to 5 %"}
 
@@ -204,7 +206,7 @@ def _answers(found: Findings, rows: Sequence[Row], setting: str) -> str:
             errors = [record["answers"].get(f"numeric_error/{name}") for record in records]
             known = [error for error in errors if error is not None]
             cells.append(
-                f"{100 * fmean(exact):.1f} %" + (f"; {fmean(known):.2f}" if name == "perlmutter" and known else "")
+                f"{100 * fmean(exact):.1f} %" + (f"; {fmean(known):.2f}" if name == ASKED_FOR_NUMBERS and known else "")
             )
         lines.append([row.label, *cells])
     heads = ["", *(f"{name}: {labels[name]}" for name in JOBS)]

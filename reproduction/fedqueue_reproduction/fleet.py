@@ -31,14 +31,15 @@ from fedqueue.aggregate import (
 )
 from fedqueue.config import Config
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.aggregation import buffer_roles, must_match
+from fedqueue.moments import first_moment, no_moments
+from fedqueue.protocol.aggregation import buffer_roles, must_match, statistic_factors
 from fedqueue.protocol.contract import UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.protocol.strategies import STRATEGIES
 from fedqueue.sim.learning import Learning, Training
 from fedqueue.training.tasks import batches, chosen_for_test, first_module, seed_of_job, share_out, workload_of
 from fedqueue_reproduction.lanes import Lanes, rows_of, why_not_in_lanes
-from fedqueue_reproduction.recorded import Scorer, SlotJob, put
+from fedqueue_reproduction.recorded import BETA1, Scorer, SlotJob, put
 from fedqueue_reproduction.rows import Rows
 from fedqueue_reproduction.slots import Slots, why_not_in_slots
 from fedqueue_reproduction.stacked import Stack
@@ -67,6 +68,7 @@ class _Ticket(_Awaited):
     job: SlotJob | None = None
     left: int = 0  # steps
     row: Tensor | None = None  # what it trained
+    second: Tensor | None = None  # the second moments with which it ended, where these can be told
     finite: bool = True
 
 
@@ -111,6 +113,7 @@ class Bench:
         must_match(config.model.roles, first)
         self.roles = roles_of(first, buffer_roles(module), config.model.roles)
         self.megabytes = sum(tensor.numel() * tensor.element_size() for tensor in first.values()) / 1e6
+        self.megabytes_of_moments = 4 * sum(t.numel() for t in no_moments(first, self.roles).values()) / 1e6
         train = (self.workload.train[0].to(device), self.workload.train[1].to(device))
         test = (self.workload.test[0].to(device), self.workload.test[1].to(device))
         not_in_slots = why_not_in_slots(self.workload, module, settings)
@@ -189,6 +192,9 @@ class Bench:
             rows, finite = self._slots.take(finished)
             for ticket, row in zip(tickets, rows, strict=True):
                 ticket.row = row
+            if isinstance(self._slots, Slots):
+                for ticket, second in zip(tickets, self._slots.second_moments(finished), strict=True):
+                    ticket.second = second
         scores, self._scores = self._scores, []
         values = [self._scorer.score(score.row, score.chosen) for score in scores if score.row is not None]
         pairs, self._pairs = self._pairs, []
@@ -237,11 +243,12 @@ class FleetLearning(Learning):
 
     def __init__(self, config: Config, bench: Bench, wait: Callable[[_Awaited], None]) -> None:
         keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
-        if (keeps_variates or config.task.proximal) and not bench.is_stacked:
+        shares_moments = config.model.moments == "shared"
+        if (keeps_variates or config.task.proximal or shares_moments) and not bench.is_stacked:
             has = "its jobs have control variates" if keeps_variates else "its loss has a proximal term"
-            why = f"{has}, and its network cannot be stacked"
+            why = f"{'its jobs share moments' if shares_moments else has}, and its network cannot be stacked"
             raise TaskError(f"task {config.task.name!r}: its runs cannot share a device: {why}; use --device cpu")
-        super().__init__(bench.megabytes)
+        super().__init__(bench.megabytes + (bench.megabytes_of_moments if shares_moments else 0.0))
         settings, seed = config.task, config.run.seed
         self._seed = seed
         self._bench = bench
@@ -254,6 +261,9 @@ class FleetLearning(Learning):
         self._moments: Moments = ()  # of the server's optimizer, with the newest model
         self._variates = Variates(self._models[0].parts, bench.rows.roles) if keeps_variates else None
         self._proximal = settings.proximal
+        self._shares_moments = shares_moments
+        self._second: dict[int, Tensor] = {}  # by version: the second moments of Adam, if they are shared
+        self._began_with: dict[tuple[str, int], tuple[int, Tensor]] = {}  # jobs that stay, their part before
         self._updates: dict[UpdateKey, tuple[_Ticket, Training]] = {}
         self._went_on: dict[UpdateKey, tuple[_Ticket, Tensor]] = {}  # from these own weights, while a model travels
         self._handed_in: dict[tuple[str, int], _Ticket] = {}  # by jobs that stay, last
@@ -266,13 +276,35 @@ class FleetLearning(Learning):
         if training.ahead:  # first from the own weights; what comes of it is added to the model when that is needed
             job, attempt, _ = training.key
             own = self._row_of(self._handed_in[job, attempt])
-            ticket = self._steps(training, own, training.ahead, -training.luck)
+            second = self._handed_in[job, attempt].second
+            second = None if second is None else self._bench.rows.factored(second)
+            ticket = self._steps(training, own, training.ahead, -training.luck, second)
             self._went_on[training.key] = (ticket, own)
         else:
-            ticket = self._steps(training, model, training.steps, training.luck)
+            ticket = self._steps(training, model, training.steps, training.luck, *self._moments_for(training))
         self._updates[training.key] = (ticket, training)
 
-    def _steps(self, training: Training, row: Tensor, steps: int, luck: int) -> _Ticket:
+    def _moments_for(self, training: Training) -> tuple[Tensor | None, Tensor | None]:
+        """The second and the first moments that this part begins with."""
+        version = training.work.base_version
+        if version not in self._second:
+            return None, None
+        before, row = self._began_with.get(training.key[:2], (version, self._models[version].row))
+        first = None
+        if version > before:
+            change = (self._models[version].row - row) / (version - before)
+            first = first_moment(self._second[version], change, BETA1, training.work.learning_rate)
+        return self._second[version], first
+
+    def _steps(
+        self,
+        training: Training,
+        row: Tensor,
+        steps: int,
+        luck: int,
+        second: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> _Ticket:
         seed = seed_of_job(self._seed, training.facility, luck)
         part = self._parts[training.facility]
         order = batches(part, self._bench.batch_size, steps, torch.Generator().manual_seed(seed))
@@ -286,6 +318,8 @@ class FleetLearning(Learning):
                 key=seed,
                 proximal=self._proximal,
                 drift=drift,
+                second=second,
+                first=first,
             )
         )
 
@@ -304,7 +338,8 @@ class FleetLearning(Learning):
             carried = Contribution(weight=1.0, trained=rows.parts(self._row_of(ahead)), base=rows.parts(own))
             model = self._models[training.work.base_version].parts
             begun = rows.join(aggregate(model, [carried], "add_deltas", rows.roles))
-            ticket = self._steps(training, begun, training.steps - training.ahead, training.luck)
+            steps, moments = training.steps - training.ahead, self._moments_for(training)
+            ticket = self._steps(training, begun, steps, training.luck, *moments)
             self._updates[training.key] = (ticket, training)
         if self._variates is not None:
             # They move when a model is made, and an update that began before its round's model is in none: so the
@@ -315,10 +350,14 @@ class FleetLearning(Learning):
         if training.stays:
             job, attempt, _ = training.key
             self._handed_in[job, attempt] = ticket
+            if self._shares_moments:
+                version = training.work.base_version
+                self._began_with[job, attempt] = (version, self._models[version].row)
         return training.steps * min(self._bench.batch_size, len(self._parts[training.facility]))
 
     def end(self, job: UpdateKey) -> None:
         self._handed_in.pop(job[:2], None)
+        self._began_with.pop(job[:2], None)
         self._went_on.pop(job, None)
 
     def misfit(self, key: UpdateKey) -> str | None:
@@ -355,6 +394,8 @@ class FleetLearning(Learning):
         if self._variates is not None and command.variates is not None:
             self._variates.move([(share.key, command.variates * share.weight) for share in command.weights])
         self._models[command.to_version] = _Model(rows, rows.join(made))
+        if self._shares_moments:
+            self._share_moments(command)
         self._used.update(share.key for share in command.weights)
         for key in self._used.difference(command.keep):
             self._updates.pop(key, None)
@@ -367,6 +408,22 @@ class FleetLearning(Learning):
         self._wait(pair)
         return agreement_of(*pair.value)
 
+    def _share_moments(self, command: Aggregate) -> None:
+        """Those of the next version: statistics, which are averaged as in `aggregate`."""
+        version = command.from_version
+        found: dict[UpdateKey | None, Tensor] = {None: self._second[version]} if version in self._second else {}
+        for share in command.weights:
+            second = self._updates[share.key][0].second
+            assert second is not None
+            found[share.key] = second
+        shares = [(share.weight * share.clip, share.key) for share in command.weights]
+        factors = statistic_factors(None, shares, command.rule, from_first=None not in found)
+        if found and factors != {None: 1.0}:
+            mean = torch.stack([found[key] * factor for key, factor in factors.items()]).sum(0)
+            self._second[command.to_version] = self._bench.rows.factored(mean)
+        elif version in self._second:
+            self._second[command.to_version] = self._second[version]
+
     def forget(self, key: UpdateKey) -> None:
         super().forget(key)
         self._updates.pop(key, None)
@@ -378,6 +435,7 @@ class FleetLearning(Learning):
         held = {training.work.base_version for _, training in self._updates.values()}
         for version in [v for v in self._models if v < ready and v not in versions and v not in held]:
             del self._models[version]
+            self._second.pop(version, None)
 
     def score(self, version: int) -> dict[str, float] | None:
         score = self._bench.score(self._models[version].row, self._chosen)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedqueue.aggregate import StateDict
+from fedqueue.protocol.aggregation import split_moments
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import AUGMENTATION, Task, draws, products_in, signed
 from fedqueue.training.workload import Samples, Workload
@@ -254,9 +255,10 @@ class RecordedTask(Task):
         job_seed: int,
         during: Iterable[object] | None,
         drift: StateDict | None,
+        change: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
-        if drift is not None:  # of which what is recorded knows nothing
-            return super()._go_through(schedule, model, learning_rate, job_seed, during, drift)
+        if drift is not None or split_moments(model)[1]:  # of which what is recorded knows nothing
+            return super()._go_through(schedule, model, learning_rate, job_seed, during, drift, change)
         job = SlotJob(self._rows.flatten(model), torch.stack(list(schedule)), learning_rate, job_seed)
         self._lanes.load({0: job})
         done = job.steps

@@ -75,6 +75,8 @@ def fingerprint(config: Config) -> str:
     tree = {name: tree[name] for name in _DECIDE}
     tree["strategy"] = dataclasses.asdict(config.options())
     del tree["run"]["name"], tree["task"]["device"]
+    if config.model.moments == "shared":
+        tree["moments"] = "shared"
     if config.trust != AS_PUBLISHED:
         tree["trust"] = dataclasses.asdict(config.trust)
     text = json.dumps(_set_ones(tree), sort_keys=True, separators=(",", ":"))

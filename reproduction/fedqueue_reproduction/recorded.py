@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
+from fedqueue.moments import TRUST
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.tasks import products_in
 from fedqueue.training.workload import Samples, Workload
@@ -41,6 +42,10 @@ class SlotJob:
     """mu: how strongly each step is pulled back to the row it started from."""
     drift: Tensor | None = None
     """A row that is added to the parameters after each step, times the learning rate."""
+    second: Tensor | None = None
+    """The second moments that Adam goes on from, and counts as `TRUST` steps; None: it begins anew."""
+    first: Tensor | None = None
+    """The first moments likewise; None: they begin anew."""
 
     @property
     def steps(self) -> int:
@@ -63,28 +68,40 @@ class Adam:
         self._rows, self._gradients = rows, gradients
         self.moments = (torch.zeros_like(rows), torch.zeros_like(rows))
         self._rates = torch.zeros(len(rows), 1, device=rows.device)
+        self._counts = torch.zeros(2, len(rows), 1, dtype=torch.float64, device=rows.device)
 
     def restart(self, numbers: Tensor, rates: Tensor) -> None:
         """The rows of these numbers begin anew with these rates, one a row."""
-        for moment in self.moments:
-            moment[numbers] = 0.0
+        for moment, count in zip(self.moments, self._counts, strict=True):
+            moment[numbers], count[numbers] = 0.0, 0.0
         self._rates[numbers] = rates
+
+    def go_on(self, number: int, second: Tensor, first: Tensor | None) -> None:
+        """This row has moments, for which it counts some steps."""
+        self.moments[1][number], self._counts[1, number] = second * (1 - BETA2**TRUST), TRUST
+        if first is not None:
+            self.moments[0][number], self._counts[0, number] = first, TRUST
+
+    def second_moments(self, numbers: Tensor, done: Tensor) -> Tensor:
+        """Of these rows after so many steps, without the bias of where they began."""
+        return self.moments[1][numbers] / (1 - BETA2 ** (done[:, None] + self._counts[1, numbers])).to(torch.float32)
 
     def step(self, done: Tensor, moving: Tensor, drifts: Tensor | None = None) -> None:
         """A step of every row, its `done`th, and its drift times its rate; those that are not `moving` stay where they
         are."""
         number = done.to(torch.float64)[:, None]
-        root = torch.sqrt(1 - BETA2**number).to(torch.float32)
-        size = self._rates / (1 - BETA1**number).to(torch.float32) * moving[:, None]
+        root = torch.sqrt(1 - BETA2 ** (number + self._counts[1])).to(torch.float32)
+        size = self._rates / (1 - BETA1 ** (number + self._counts[0])).to(torch.float32) * moving[:, None]
         quick(_adam, self._rows)(self._rows, self._gradients, *self.moments, size, root)
         if drifts is not None:
             quick(_drift, self._rows)(self._rows, drifts, self._rates * moving[:, None])
 
 
 def _adam(rows: Tensor, gradients: Tensor, first: Tensor, second: Tensor, size: Tensor, root: Tensor) -> None:
-    """One step in place; `size` is the rate over the first moment's bias, `root` that of the second's bias."""
-    first.lerp_(gradients, 1 - BETA1)
-    second.mul_(BETA2).addcmul_(gradients, gradients, value=1 - BETA2)
+    """One step in place; `size` is the rate over the first moment's bias, or 0 where a row stays as it is, `root` that
+    of the second's bias."""
+    first.copy_(torch.where(size > 0, first.lerp(gradients, 1 - BETA1), first))
+    second.copy_(torch.where(size > 0, (second * BETA2).addcmul(gradients, gradients, value=1 - BETA2), second))
     rows.sub_(first * size / (second.sqrt() / root + EPSILON))
 
 

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fedqueue.moments import put_together, taken_apart
 from fedqueue.protocol.aggregation import PARAMETER
 
 ALIGN = 32  # values; matrix kernels are quickest where rows begin at 128 bytes
@@ -79,6 +80,14 @@ class Rows:
         for place in self.places:
             place.of(row).copy_(model[place.name])
         return row
+
+    def factored(self, row: Tensor) -> Tensor:
+        """Second moments as they travel: of what is no vector, by the means of its rows and columns."""
+        found = torch.zeros_like(row)
+        for place in self.places:
+            parts = taken_apart(place.name, place.of(row))
+            place.of(found).copy_(put_together(place.name, place.shape, parts))
+        return found
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
         """Views of a row (or of a stack of rows) by the names of the tensors."""

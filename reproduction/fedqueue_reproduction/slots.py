@@ -69,6 +69,9 @@ class Slots:
         self._done[numbers], self._steps[numbers], self._keys[numbers] = 0, steps, keys
         rates = torch.tensor([[job.learning_rate] for job in jobs.values()], dtype=torch.float32)
         self._adam.restart(numbers, put(rates, self._device))
+        for number, job in jobs.items():
+            if job.second is not None:
+                self._adam.go_on(number, job.second, job.first)
         self._batches[numbers, :longest] = put(batches, self._device)
 
     def advance(self, steps: int) -> None:
@@ -86,6 +89,11 @@ class Slots:
         """The parameters of these slots, in memory of their own, and whether all of a slot's are finite."""
         rows = self._rows[put(torch.tensor(numbers), self._device)]
         return rows, rows.isfinite().all(dim=1)
+
+    def second_moments(self, numbers: list[int]) -> Tensor:
+        """Of these slots, whose jobs are done."""
+        chosen = put(torch.tensor(numbers), self._device)
+        return self._adam.second_moments(chosen, self._steps[chosen])
 
     def _step(self) -> None:
         chosen = self._batches[self._every, self._done.clamp(max=self._batches.shape[1] - 1)].to(torch.int64)

@@ -231,6 +231,9 @@ class ModelSettings:
     include: list[str] = field(default_factory=lambda: ["*"])  # only tensors whose names match one of these
     roles: dict[str, Literal["parameter", "statistic", "counter", "factor"]] = field(default_factory=dict)  # by pattern
     keep: Literal["needed", "best", "all"] = "best"  # which versions stay in the run folder beside the newest
+    moments: Literal["auto", "own", "shared"] = "auto"
+    """Of Adam: each job begins anew, or with those of all facilities (`fedqueue.moments`). auto: shared where jobs of
+    `jit` stay, the optimizer is Adam, and what trains and scores is FedQueue's own task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +346,7 @@ def parse(tree: Mapping[str, Any], *, where: str = "config", folder: Path | None
         _check_across(config)
         if (proximal := getattr(config.options(), "proximal", None)) is not None:
             config = replace(config, task=replace(config.task, proximal=proximal))
+        config = replace(config, model=replace(config.model, moments=_moments_of(config)))
         if config.task.name == CAUSAL_LM:
             options = complete_options(config.task.options, [f.name for f in config.facility], home)
             if "test" not in options and config.evaluation.where != "nowhere" and config.evaluation.command is None:
@@ -437,6 +441,20 @@ def _check_factors(config: Config) -> None:
             f'trust.rule: "{config.trust.rule}" cannot average products of factors; '
             'use averaging "plain" or "frozen-a", or rule "mean"'
         )
+
+
+def _moments_of(config: Config) -> Literal["own", "shared"]:
+    chosen, task = config.model.moments, config.task
+    is_ours = task.name != "timing" and config.worker.command is None
+    if chosen == "shared" and is_ours and task.optimizer == "sgd":
+        raise ConfigError('model.moments: "shared" is for Adam, but task.optimizer is "sgd"')
+    if chosen == "shared" and config.trust.masked:
+        raise ConfigError("model.moments: cannot be shared with trust.masked: statistics are not summed there")
+    if chosen != "auto":
+        return chosen
+    gains = STRATEGIES[config.run.strategy].shares_moments and config.options().stay != "off"
+    gains = gains and config.evaluation.command is None and not config.trust.masked
+    return "shared" if gains and is_ours and task.optimizer != "sgd" else "own"
 
 
 def _check_strategy(name: str, where: str) -> None:

@@ -139,6 +139,7 @@ def agent_settings(config: Config, folder: Path, facility: FacilitySettings) -> 
         node_hours=facility.node_hours,
         stage_worker=own is not None,
         environment={"PYTHONPATH": _python_path()} if own is None else {},
+        masked_least_members=config.trust.least_members,
     )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from glob import escape as glob_escape
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -22,7 +24,15 @@ import numpy as np
 
 from fedqueue.files import writing
 from fedqueue.low_rank import Matrix
-from fedqueue.protocol.aggregation import DECLARATIONS, declaration, declared_roles, find_roles
+from fedqueue.protocol.aggregation import (
+    DECLARATIONS,
+    STATISTIC,
+    declaration,
+    declared_roles,
+    find_roles,
+    first_moments,
+    is_moment,
+)
 from fedqueue.tensorbytes import (
     CODES,
     HEADER_LIMIT,
@@ -249,9 +259,17 @@ def roles(header: Header, path: Path, chosen: Mapping[str, str] | None = None) -
         raise TensorFileError(path, str(error)) from None
 
 
-def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping[str, str] | None = None) -> Content:
-    """Writes only the tensors whose names match one of the shell patterns (adapters, say). The file declares the roles
-    of its tensors, so that every model made from it is aggregated alike."""
+def select(
+    path: Path,
+    out: Path,
+    patterns: Sequence[str],
+    chosen_roles: Mapping[str, str] | None = None,
+    *,
+    moments: bool = False,
+) -> Content:
+    """Writes only the tensors whose names match one of the shell patterns (adapters, say), and with `moments` those of
+    Adam, of which nobody knows any yet. The file declares the roles of its tensors, so that every model made from it is
+    aggregated alike."""
     with ExitStack() as stack:
         source = Source.open(stack, path)
         entries = [e for e in source.header.entries.values() if any(fnmatchcase(e.name, p) for p in patterns)]
@@ -259,11 +277,33 @@ def select(path: Path, out: Path, patterns: Sequence[str], chosen_roles: Mapping
             raise TensorFileError(path, f"no tensor's name matches {' or '.join(map(repr, patterns))}")
         role_of = roles(source.header, path, chosen_roles)
         metadata = {key: text for key, text in source.header.metadata.items() if key not in DECLARATIONS}
+        beside: list[Entry] = []
+        if moments:
+            types = {entry.name: entry.kind.type for entry in entries}
+            chosen = {entry.name: role_of[entry.name] for entry in entries}
+            found = first_moments({entry.name: entry.shape for entry in entries}, types, chosen)
+            beside = [Entry(name, "F32", shape, 0, 4 * prod(shape)) for name, shape in found.items()]
+            role_of |= dict.fromkeys(found, STATISTIC)
         target = stack.enter_context(Target.create(out))
-        target.put(encode_header(entries, {**metadata, **declaration({e.name: role_of[e.name] for e in entries})}))
+        # Beside tensors of narrow types the moments come first, so that they lie at multiples of their own size.
+        every = [*beside, *entries]
+        target.put(encode_header(every, {**metadata, **declaration({e.name: role_of[e.name] for e in every})}))
+        for entry in beside:
+            target.put(bytes(entry.bytes))
         for entry in entries:
             copy_tensor(source, entry, target)
         return target.finish()
+
+
+def export(path: Path, out: Path, sha256: str) -> None:
+    """Copies a model for those who use it: as `copy`, but without the moments of Adam, if there are any beside it."""
+    header = read_header(path)
+    names = [name for name in header.entries if not is_moment(name)]
+    if len(names) == len(header.entries):
+        copy(path, out, sha256)
+    else:
+        verify(path, Content(sha256))
+        select(path, out, [glob_escape(name) for name in names], roles(header, path))
 
 
 def copy_tensor(source: Source, entry: Entry, target: Target) -> None:

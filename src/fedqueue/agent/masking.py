@@ -112,13 +112,13 @@ class Masking:
             sync(self._folder)
             failpoint("mask.held")
             for old in self._waiting()[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+                _clear(old)
         # Not the update's own digest: who guesses the update could tell by that.
         return hashlib.sha256(f"{self._own_secret()} {sequence} {attempt} {part}".encode()).hexdigest()
 
     def _waiting(self) -> list[Path]:
         """The oldest first."""
-        there = [place for place in self._folder.glob("*-*-*") if not place.name.startswith(".")]
+        there = [path.parent for path in self._folder.glob(f"[0-9]*/{UPDATE}")]
         return sorted(there, key=lambda place: place.stat().st_mtime_ns)
 
     # Giving ---------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ class Masking:
                 raise
         failpoint("mask.given")
         out.unlink(missing_ok=True)
-        for update, _ in files.values():  # they are of no use to any other group
-            shutil.rmtree(update.parent, ignore_errors=True)
+        for update, _ in files.values():
+            _clear(update.parent)
         self._jobs.log.info(f"gave its masked part to model {group.version} ({len(group.keys)} facilities)")
 
     def _must_be_good(self, group: MaskGroup) -> None:
@@ -213,6 +213,12 @@ class Masking:
             os.fsync(file.fileno())
         part.replace(path)
         sync(path.parent)
+
+
+def _clear(place: Path) -> None:
+    """The update is of no more use. Its folder stays, so that it is not kept, and masked, once more."""
+    for name in (UPDATE, BASE):
+        (place / name).unlink(missing_ok=True)
 
 
 def _linked(path: Path, target: Path) -> None:

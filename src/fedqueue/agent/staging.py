@@ -18,6 +18,7 @@ WORKER_FILES: Final = (
     "integrations/huggingface.py",
     "integrations/lightning.py",
     "low_rank.py",
+    "moments.py",
     "protocol/__init__.py",
     "protocol/aggregation.py",
     "protocol/budget.py",

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         tensorfile.verify(model.file, tensorfile.Content(model.digest))
         print(model.file)
         return 0
-    tensorfile.copy(model.file, args.out, model.digest)
+    tensorfile.export(model.file, args.out, model.digest)
     return _wrote(args.out, model.version, model.score)
 
 

@@ -228,7 +228,10 @@ class FacilityApi:
         upload, place = places
         if not upload.exists():
             raise Refused(409, "its bytes are not here", offset=0)
-        found = await asyncio.get_running_loop().run_in_executor(self._checker, _sha256_on_disk, upload)
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._checker, _sha256_on_disk, upload)
+        except OSError as error:
+            raise Refused(503, f"what was given cannot be read now: {error.strerror}") from None
         if found != sha256:
             upload.unlink(missing_ok=True)
             raise Refused(409, f"{tensorfile.OTHER_BYTES} {found}, expected {sha256}", offset=0)

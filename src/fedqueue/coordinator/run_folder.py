@@ -188,7 +188,8 @@ def _first(config: Config, folder: Path, make_model: MakeModel) -> tuple[str, Se
     else:
         sizes = make_model(config, folder, raw)
     must_match(config.model.roles, tensorfile.read_header(raw).entries)
-    content = tensorfile.select(raw, chosen, config.model.include, config.model.roles)
+    shares_moments = config.model.moments == "shared"
+    content = tensorfile.select(raw, chosen, config.model.include, config.model.roles, moments=shares_moments)
     store.keep(chosen, content)
     store.scratch("first").unlink(missing_ok=True)
     return content.sha256, sizes
@@ -203,7 +204,7 @@ def finish(coordinator: Coordinator, wall_seconds: float) -> Summary:
     for version, name in names.items():
         if version is not None and not (folder / name).exists():
             digest = coordinator.outcomes.models[version]
-            tensorfile.copy(coordinator.store.path(digest), folder / name, digest)
+            tensorfile.export(coordinator.store.path(digest), folder / name, digest)
     if (folder / SUMMARY).exists():
         found: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return found

@@ -34,6 +34,8 @@ class FedQueueCallback(TrainerCallback):
             group["lr"] = rate * (group["lr"] / bases[place] if bases[place] else 1.0)  # as warm as the schedule has it
         if hasattr(scheduler, "base_lrs"):  # the later rates of a schedule are made from the first
             scheduler.base_lrs = [rate for _ in bases]
+        optimizer = kwargs["optimizer"]
+        self.work.prepare(getattr(optimizer, "optimizer", optimizer), kwargs["model"])
         self._before_step(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

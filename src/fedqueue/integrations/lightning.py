@@ -42,6 +42,8 @@ class FedQueueCallback(Callback):
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = self.work.learning_rate
+        if len(trainer.optimizers) == 1:
+            self.work.prepare(trainer.optimizers[0], self._part(pl_module))
         for config in trainer.lr_scheduler_configs:
             if hasattr(config.scheduler, "base_lrs"):
                 config.scheduler.base_lrs = [self.work.learning_rate for _ in config.scheduler.base_lrs]

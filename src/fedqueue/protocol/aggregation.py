@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import exp
+from math import exp, prod
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -260,7 +260,17 @@ DECLARATION = "fedqueue.roles"
 DECLARATIONS = (DECLARATION, "fedqueue.protocol.roles")
 """The same, with the key of files that were written for a while before 0.2."""
 
-_USUAL = {"running_mean": STATISTIC, "running_var": STATISTIC, "num_batches_tracked": COUNTER}
+MOMENT, ROWS, COLUMNS = "second_moment", "second_moment_rows", "second_moment_columns"
+"""Ends of the names of tensors that hold what Adam learned of a parameter: see `fedqueue.moments`."""
+
+Shape = tuple[int, ...]
+
+_USUAL = {
+    "running_mean": STATISTIC,
+    "running_var": STATISTIC,
+    "num_batches_tracked": COUNTER,
+    **dict.fromkeys((MOMENT, ROWS, COLUMNS), STATISTIC),
+}
 
 
 def find_roles(
@@ -352,3 +362,37 @@ def declare_roles(module: Any) -> dict[str, str]:
     Example: `save_file(model.state_dict(), "first.safetensors", metadata=fedqueue.declare_roles(model))`.
     """
     return declaration(buffer_roles(module))
+
+
+# What Adam learned of a parameter (`fedqueue.moments`): tensors beside it, which are statistics
+
+
+def moment_shapes(name: str, shape: Shape) -> dict[str, Shape]:
+    """The tensors that travel for a parameter.
+
+    >>> moment_shapes("conv.weight", (64, 32, 3, 3))
+    {'conv.weight.second_moment_rows': (64,), 'conv.weight.second_moment_columns': (288,)}
+    """
+    if len(shape) < 2:
+        return {f"{name}.{MOMENT}": shape}
+    return {f"{name}.{ROWS}": shape[:1], f"{name}.{COLUMNS}": (prod(shape[1:]),)}
+
+
+def first_moments(shapes: Mapping[str, Shape], types: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Shape]:
+    """All that travels with a model of these tensors; at first they are zero, which says that nobody knows any."""
+    moving = [name for name, role in roles.items() if role in MOVING and types[name].startswith(("float", "bfloat"))]
+    return {key: found for name in moving for key, found in moment_shapes(name, shapes[name]).items()}
+
+
+def is_moment(name: str) -> bool:
+    return name.rpartition(".")[2] in (MOMENT, ROWS, COLUMNS)
+
+
+def split_moments(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model itself, and the moments beside it.
+
+    >>> split_moments({"w": 1, "w.second_moment": 2})
+    ({'w': 1}, {'w.second_moment': 2})
+    """
+    model = {name: tensor for name, tensor in tensors.items() if not is_moment(name)}
+    return model, {name: tensor for name, tensor in tensors.items() if is_moment(name)}

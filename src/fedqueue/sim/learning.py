@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from fedqueue.moments import change_of, no_moments
+from fedqueue.protocol.aggregation import split_moments
 from fedqueue.protocol.contract import Assignment, UpdateKey, facility_of
 from fedqueue.protocol.messages import Aggregate
 from fedqueue.training.job import luck
@@ -82,21 +84,35 @@ class Learning:
 class RealLearning(Learning):
     """PyTorch training, done when a simulated job ends, on the version it was bound to."""
 
-    def __init__(self, task: Task, chosen_roles: Mapping[str, str] | None = None, *, variates: bool = False) -> None:
-        """`variates`: jobs and server have control variates, as SCAFFOLD has them."""
+    def __init__(
+        self,
+        task: Task,
+        chosen_roles: Mapping[str, str] | None = None,
+        *,
+        variates: bool = False,
+        moments: bool = False,
+    ) -> None:
+        """`variates`: jobs and server have control variates, as SCAFFOLD has them. `moments`: those of Adam are
+        shared."""
         from fedqueue import aggregate  # loads torch: only runs that train pay for it
 
         self._rules = aggregate
         self._task = task
         first = task.initial_model()
+        roles = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
+        if moments:
+            first |= no_moments(first, roles)
+            roles = aggregate.roles_of(first, roles)
         super().__init__(sum(t.numel() * t.element_size() for t in first.values()) / 1e6)
-        self.roles = aggregate.roles_of(first, task.declared_roles(), chosen_roles)
+        self.roles = roles
+        self._shares_moments = moments
         self._models: dict[int, StateDict] = {0: first}
         self._moments: Moments = ()  # of the server's optimizer, with the newest model
         self._variates = self._rules.Variates(first, self.roles) if variates else None
         self._updates: dict[UpdateKey, tuple[StateDict, int]] = {}
         self._used: set[UpdateKey] = set()  # of the updates, those that were in a model and are kept
         self._handed_in: dict[tuple[str, int], StateDict] = {}  # by jobs that stay, last
+        self._began_with: dict[tuple[str, int], tuple[int, StateDict]] = {}  # the same jobs, their part before
 
     def train(self, training: Training) -> int:
         job, attempt, _ = training.key
@@ -106,18 +122,31 @@ class RealLearning(Learning):
             own = self._handed_in[job, attempt]
             went_on = self._steps(training, own, training.ahead, -training.luck)
             carried = self._rules.Contribution(weight=1.0, trained=went_on.model, base=own)
-            model = self._rules.aggregate(model, [carried], "add_deltas", self.roles)
+            went_to = self._rules.aggregate(model, [carried], "add_deltas", self.roles)
+            model = {**went_to, **split_moments(model)[1]}  # everybody's moments, not its own
             samples = went_on.samples
-        trained = self._steps(training, model, training.steps - training.ahead, training.luck)
+        trained = self._steps(training, model, training.steps - training.ahead, training.luck, self._change(training))
         if self._variates is not None:
             length = training.steps * training.work.learning_rate
             self._variates.trained(training.key, training.facility, model, trained.model, length)
         if training.stays:
             self._handed_in[job, attempt] = trained.model
+            if self._shares_moments:
+                self._began_with[job, attempt] = (version, self._models[version])
         self._updates[training.key] = (trained.model, version)
         return samples + trained.samples
 
-    def _steps(self, training: Training, model: StateDict, steps: int, luck: int) -> Trained:
+    def _change(self, training: Training) -> StateDict | None:
+        """How the model moved since the part before, in one version."""
+        if not self._shares_moments:
+            return None
+        version = training.work.base_version
+        before, model = self._began_with.get(training.key[:2], (version, {}))
+        return change_of(self._models[version], model, version - before, self.roles)
+
+    def _steps(
+        self, training: Training, model: StateDict, steps: int, luck: int, change: StateDict | None = None
+    ) -> Trained:
         return self._task.train(
             facility=training.facility,
             model=model,
@@ -125,10 +154,12 @@ class RealLearning(Learning):
             learning_rate=training.work.learning_rate,
             key=luck,
             drift=None if self._variates is None else self._variates.drift(training.facility),
+            change=change,
         )
 
     def end(self, job: UpdateKey) -> None:
         self._handed_in.pop(job[:2], None)
+        self._began_with.pop(job[:2], None)
 
     def corrupt(self, key: UpdateKey) -> None:
         next(t for t in self._updates[key][0].values() if t.is_floating_point()).view(-1)[0] = float("nan")

@@ -90,4 +90,5 @@ def learning_of(config: Config) -> Learned:
 def learning_with(task: Task, config: Config) -> Learned:
     must_match(config.model.roles, task.initial_model())
     keeps_variates = STRATEGIES[config.run.strategy].keeps_variates
-    return RealLearning(task, config.model.roles, variates=keeps_variates), task.data_sizes()
+    shares = config.model.moments == "shared"
+    return RealLearning(task, config.model.roles, variates=keeps_variates, moments=shares), task.data_sizes()

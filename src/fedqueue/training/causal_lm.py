@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fedqueue import data
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, TaskError
-from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles
+from fedqueue.moments import Moments
+from fedqueue.protocol.aggregation import COUNTER, FACTOR, buffer_roles, split_moments
 from fedqueue.training.causal_settings import PLACE, read_options
 from fedqueue.training.instructions import Conversation, count_records, prompt_tokens
 from fedqueue.training.job import StoredTask, TaskSettings
@@ -119,6 +120,7 @@ class CausalTask(Task):
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
+        change: StateDict | None = None,
     ) -> Trained:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
@@ -130,15 +132,27 @@ class CausalTask(Task):
             if during is not None:
                 schedule = (batch for _, batch in zip(during, schedule, strict=False))
             self._load(model)
+            moments, adam = split_moments(model)[1], None
+
+            def go_on(optimizer: torch.optim.Optimizer, is_recorded: bool) -> Moments:
+                nonlocal adam
+                named = self._trained_parameters()
+                adam = Moments(optimizer, named, moments, change, learning_rate, recorded=is_recorded)
+                return adam
+
             if drift is None and self._why_not_recorded is None:
                 steps_of = self._recorded_steps(min(self._settings.batch_size, len(rows)), sequences)
-                done, samples, total = steps_of.go(self._held(facility), schedule, learning_rate)
+                shared = go_on if moments else None
+                done, samples, total = steps_of.go(self._held(facility), schedule, learning_rate, shared)
             else:
                 optimizer = make_optimizer(self._model, self._settings, learning_rate)
+                if moments:
+                    go_on(optimizer, False)
                 if drift is not None:
                     optimizer.register_step_post_hook(drifting(self._trained_tensors(), drift, learning_rate))
                 done, samples, total = self._train_steps(optimizer, sequences, schedule)
             trained = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+            trained |= {} if adam is None else adam.end()
         return Trained(model=trained, samples=samples, loss=total / max(1, done))
 
     def score(self, model: StateDict) -> dict[str, float]:
@@ -225,8 +239,13 @@ class CausalTask(Task):
 
     def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Those that the optimizer changes, by the names under which they travel."""
-        trained = {parameter.data_ptr() for parameter in self._model.parameters() if parameter.requires_grad}
-        return ((name, tensor) for name, tensor in self._tensors.items() if tensor.data_ptr() in trained)
+        return ((name, self._tensors[name]) for name, _ in self._trained_parameters())
+
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        trained = {parameter.data_ptr(): parameter for parameter in self._model.parameters() if parameter.requires_grad}
+        return (
+            (name, trained[tensor.data_ptr()]) for name, tensor in self._tensors.items() if tensor.data_ptr() in trained
+        )
 
     # Files
 

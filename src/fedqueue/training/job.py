@@ -129,13 +129,15 @@ def train_part(task: Task, part: Work, facility: int = 0) -> None:
 
     Also for scripts of your own: examples/llama_lora.py is one.
     """
+    model = part.model()
     trained = task.train(
         facility=facility,
-        model=part.model(),
+        model={**model, **part.moments()},
         steps=part.assigned_steps,
         learning_rate=part.learning_rate,
         key=luck(facility, int(part.job_id.rpartition("/")[2]), part.part),
         during=part.steps(),
+        change=part.change(),
     )
     part.count(samples=trained.samples)
     part.submit(trained.model, metrics={"loss": trained.loss})

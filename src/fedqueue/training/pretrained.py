@@ -54,8 +54,12 @@ class Source:
     def records(self, file: str, part: Part) -> Sequence[Conversation]:
         """Of a file, or of a part of it where one file has both."""
         if (file, part) not in self._records:
-            only = None if self._options.split is None else (self._options.split, part)
-            found = read_conversations(data.locate(file), self._options.fields, self._options.label, only)
+            options = self._options
+            only = None if options.split is None else (options.split, part)
+            # Nobody shares out test records, unless each facility has some of its own.
+            is_shared_out = options.labels is not None or (part == "train" and isinstance(options.train, str))
+            label = options.label if is_shared_out else None
+            found = read_conversations(data.locate(file), options.fields, label, only)
             if not self._keeps:
                 return found
             self._records[file, part] = found

@@ -7,13 +7,14 @@ one graph, they follow each other without it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from fedqueue.moments import Moments
 from fedqueue.training.causal_settings import CausalSettings
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.sequences import IGNORED, Sequences
@@ -79,9 +80,17 @@ class RecordedSteps:
         self._graph = self._record() if self._device.type == "cuda" else None
         """On a processor a step is done as it is written."""
 
-    def go(self, sequences: Sequences, schedule: Iterable[Tensor], learning_rate: float) -> tuple[int, int, float]:
-        """Trains the model as it is; how many steps, of how many examples, and the sum of their losses."""
+    def go(
+        self,
+        sequences: Sequences,
+        schedule: Iterable[Tensor],
+        learning_rate: float,
+        go_on: Callable[[torch.optim.Optimizer, bool], Moments] | None = None,
+    ) -> tuple[int, int, float]:
+        """Trains the model as it is; how many steps, of how many examples, and the sum of their losses. `go_on` has
+        the optimizer go on from shared moments."""
         self._begin(learning_rate)
+        adam = None if go_on is None else go_on(self._optimizer, True)
         done, samples = 0, 0
         begun: deque[torch.cuda.Event] = deque()
         length = sequences.tokens.shape[1]
@@ -90,6 +99,8 @@ class RecordedSteps:
             self._tokens[:, :length] = sequences.tokens[chosen]
             self._positions[:, :length] = sequences.positions[chosen]
             self._targets[:, :length] = sequences.targets[chosen]
+            if adam is not None:
+                self._set_rate(learning_rate * adam.warmth(done + 1))
             if self._graph is None:
                 self._step()
             else:
@@ -103,8 +114,7 @@ class RecordedSteps:
 
     def _begin(self, learning_rate: float) -> None:
         self._model.train()
-        for group in self._optimizer.param_groups:
-            group["lr"].fill_(learning_rate)  # a tensor, of which the recorded step knows the place
+        self._set_rate(learning_rate)
         state = [tensor for parameter in self._optimizer.state.values() for tensor in parameter.values()]
         if state:
             torch._foreach_zero_(state)
@@ -113,6 +123,10 @@ class RecordedSteps:
         self._tokens.zero_()
         self._positions.zero_()
         self._targets.fill_(IGNORED)
+
+    def _set_rate(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(learning_rate)  # a tensor, of which the recorded step knows the place
 
     def _record(self) -> torch.cuda.CUDAGraph:
         """The model is as it was afterwards."""

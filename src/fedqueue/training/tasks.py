@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fedqueue.aggregate import StateDict
 from fedqueue.errors import ConfigError, FedQueueError, TaskError, describe
+from fedqueue.moments import Moments
 from fedqueue.plugins import plugins
-from fedqueue.protocol.aggregation import buffer_roles
+from fedqueue.protocol.aggregation import buffer_roles, split_moments
 from fedqueue.training.causal_settings import CAUSAL_LM
 from fedqueue.training.job import TaskSettings
 from fedqueue.training.workload import Workload, load_workload
@@ -107,11 +108,13 @@ class Task:
         key: int,
         during: Iterable[object] | None = None,
         drift: StateDict | None = None,
+        change: StateDict | None = None,
     ) -> Trained:
         """Train `model` on one facility's data for `steps` steps, or until `during` has no more to give.
 
         `key` selects the random numbers; the same arguments give the same bits, whatever ran before. `drift` times the
-        learning rate is added to the parameters after each step.
+        learning rate is added to the parameters after each step. If there are shared moments beside the model, Adam
+        goes on from them, and from the `change` that led to the model (`fedqueue.moments`).
         """
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, found {steps}")
@@ -120,7 +123,7 @@ class Task:
         with blaming(self.name, f"training for facility {facility}"), seeded(job_seed, self._device):
             # Of its own, so that the order of the samples does not hang on how the model draws its dropout.
             schedule = batches(part, size, steps, torch.Generator().manual_seed(job_seed))
-            trained, done, total = self._go_through(schedule, model, learning_rate, job_seed, during, drift)
+            trained, done, total = self._go_through(schedule, model, learning_rate, job_seed, during, drift, change)
         return Trained(model=trained, samples=done * min(size, len(part)), loss=float(total) / max(1, done))
 
     def _go_through(
@@ -131,12 +134,17 @@ class Task:
         job_seed: int,
         during: Iterable[object] | None,
         drift: StateDict | None,
+        change: StateDict | None,
     ) -> tuple[StateDict, int, Tensor]:
         """The trained model, how many steps were done, and the sum of their losses."""
         if during is not None:
             schedule = (batch for _, batch in zip(during, schedule, strict=False))
-        self._module.load_state_dict(model)
+        weights, moments = split_moments(model)
+        self._module.load_state_dict(weights)
         optimizer = make_optimizer(self._module, self._settings, learning_rate)
+        adam = None
+        if moments:
+            adam = Moments(optimizer, self._module.named_parameters(), moments, change, learning_rate)
         if drift is not None:
             named = ((name, p) for name, p in self._module.named_parameters() if p.requires_grad)
             optimizer.register_step_post_hook(drifting(named, drift, learning_rate))
@@ -146,13 +154,14 @@ class Task:
         with products_in(self._workload, self._device):
             pull = proximal_pull(self._module, self._settings.proximal)
             total = train_steps(self._module, optimizer, self._workload.loss, self._train, counting, augment, pull)
-        return copy_state(self._module), next(counted), total
+        learned = {} if adam is None else adam.end()
+        return {**copy_state(self._module), **learned}, next(counted), total
 
     def score(self, model: StateDict) -> dict[str, float]:
         """At least "score" (the accuracy by default; higher is better) and "loss", on the test samples."""
         inputs, targets = self._test
         with blaming(self.name, "scoring"):
-            self._module.load_state_dict(model)
+            self._module.load_state_dict(split_moments(model)[0])
             self._module.eval()
             with torch.inference_mode(), products_in(self._workload, self._device):
                 outputs = torch.cat([self._module(chunk) for chunk in torch.split(inputs, SCORE_CHUNK)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedqueue.protocol.aggregation import FACTOR, PARAMETER
+from fedqueue.protocol.aggregation import FACTOR, PARAMETER, is_moment
 from fedqueue.worker.job_folder import Header, Tensors, is_torch, torch_type
 
 
@@ -48,6 +48,9 @@ class Ahead:
         sides = [(_matrices(model), 1.0), (_matrices(self._handed_in), -1.0), (_matrices(self._now), 1.0)]
         kept: dict[str, Any] = {}
         for name, value in model.items():
+            if is_moment(name):  # everybody's
+                carried[name] = value
+                continue
             now, before = self._now[name], self._handed_in[name]
             if roles[name] == PARAMETER:
                 precise = torch.promote_types(value.dtype, torch.float32)

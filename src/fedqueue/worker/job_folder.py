@@ -357,10 +357,25 @@ def _prefix(tensors: Mapping[str, Any], shapes: Mapping[str, object]) -> str:
     raise ParticipateError(f"submit: the run declares {missing[0]!r}{more}, not found among the {len(tensors)} given")
 
 
+def without_prefix(name: str) -> str:
+    """
+    >>> without_prefix("module._orig_mod.conv.weight")
+    'conv.weight'
+    """
+    found = max((prefix for prefix in PREFIXES if name.startswith(prefix)), key=len, default="")
+    return name[len(found) :]
+
+
 def is_torch(value: object) -> bool:
     """Whether it is a torch tensor, without loading torch to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def in_the_scripts_library(value: Any) -> Any:
+    """A tensor as torch has it, once the script has loaded torch, else as it is: a numpy array."""
+    torch = sys.modules.get("torch")
+    return value if torch is None else torch.as_tensor(value)
 
 
 def _is_finite(value: Any) -> bool:

@@ -29,6 +29,8 @@ from typing import Any
 
 from fedqueue.errors import describe
 from fedqueue.files import failpoint
+from fedqueue.moments import Moments, change_of
+from fedqueue.protocol.aggregation import is_moment, split_moments
 from fedqueue.protocol.codec import message
 from fedqueue.protocol.contract import Assignment, AssignmentFile, Mechanism, Privacy, Result, Trained
 from fedqueue.worker.ahead import Ahead
@@ -44,11 +46,13 @@ from fedqueue.worker.job_folder import (
     ThisJob,
     check_libraries,
     choose,
+    in_the_scripts_library,
     numbers,
     read_file,
     read_header,
     say,
     this_job,
+    without_prefix,
     write_file,
     write_update,
 )
@@ -160,6 +164,10 @@ class Work:
         self._taken: AssignmentFile
         self._header: Header = {}
         self._roles: dict[str, str] = {}
+        self._moments: Tensors | None = None  # that came with the model; None: they have not been read
+        self._adam: Moments | None = None  # that goes on from them
+        self._before: AssignmentFile | None = None  # of the part before
+        self._models: dict[int, Any] = {}  # by version: files that stay open, so that nobody clears them away
 
     def _take(self) -> bool:
         """The work that it begins with; False: there is none."""
@@ -183,11 +191,14 @@ class Work:
         self._taken = taken
         # Kept, because the agent may clear away the file of a superseded model while we train.
         self._header, self._roles = read_header(Path(taken.model), time.monotonic() + FILE_PATIENCE)
+        if any(map(is_moment, self._header)):
+            self._keep_open(taken)
         self.is_ahead = False
         self._count_anew()
 
     def _count_anew(self) -> None:
         self.submitted = False
+        self._moments = self._adam = None
         self._begun = time.perf_counter()
         self._began_at: float | None = None  # by the job's clock, when the first step began
         self._first: float | None = None  # the same by perf_counter, as all below
@@ -198,6 +209,13 @@ class Work:
         self._samples_of_all = 0  # of all processes, as of the last step they agreed on
         self._stopped_by: str | None = None
         self._mechanisms: list[Mechanism] = []
+
+    def _keep_open(self, taken: AssignmentFile) -> None:
+        from safetensors import safe_open
+
+        before = None if self._before is None else self._before.assignment.base_version
+        self._models = {version: file for version, file in self._models.items() if version == before}
+        self._models[taken.assignment.base_version] = safe_open(taken.model, "pt" if "torch" in sys.modules else "np")
 
     def _is_hurried(self) -> bool:
         return self._told_to_stop or time.perf_counter() > self._wall_end
@@ -254,9 +272,54 @@ class Work:
 
     def model(self) -> Tensors:
         """The declared tensors as a torch state dict in processor memory; several ranks call it together."""
-        if self._ranks.connected:
-            return broadcast_model(self._ranks, self._load, self._header)
-        return self._load()
+        found = broadcast_model(self._ranks, self._load, self._header) if self._ranks.connected else self._load()
+        model, self._moments = split_moments(found)
+        return model
+
+    def moments(self) -> Tensors:
+        """What travels beside the model of second moments of Adam, by name; nothing, unless the run shares them."""
+        if self._moments is None:
+            self.model()
+        return {} if self._moments is None else self._moments
+
+    def prepare(self, optimizer: Any, model: Any) -> None:
+        """Have an Adam of torch go on from what those of all facilities learned, where the run shares that; else this
+        does nothing. Every rank calls it, before the first step of a part; `submit` hands in what the optimizer learns.
+
+        `model`: the module whose parameters it trains, by the names that the run declares.
+        """
+        if not self.moments():
+            return
+        named = [(without_prefix(name), parameter) for name, parameter in model.named_parameters()]
+        self._adam = Moments(optimizer, named, self.moments(), self.change(), self.learning_rate)
+
+    def change(self) -> Tensors | None:
+        """How the model moved in one version since the part before, where the run shares moments; None: unknown."""
+        if self._before is None or self.is_ahead or not any(map(is_moment, self._header)):
+            return None
+        version, earlier = self.base_version, self._before.assignment.base_version
+        now, then = _OnDemand(self._models[version]), _OnDemand(self._models[earlier])
+        return change_of(now, then, version - earlier, self._roles)
+
+    def _chosen(self, tensors: Mapping[str, Any]) -> Tensors:
+        """The declared tensors of those that the script gives; of its optimizer it need not give any."""
+        chosen, beside = choose(tensors, self._shapes), [name for name in self._header if is_moment(name)]
+        if beside:
+            given = tensors if all(name in tensors for name in beside) else self._learned()
+            chosen.update(choose(given, {name: self._header[name][1] for name in beside}))
+        return chosen
+
+    def _learned(self) -> Tensors:
+        """The moments as its optimizer left them, or else as they came."""
+        if self._adam is not None:
+            return self._adam.end()
+        if self._moments is not None:
+            return self._moments
+        return {
+            name: in_the_scripts_library(self._models[self.base_version].get_tensor(name))
+            for name in self._header
+            if is_moment(name)
+        }
 
     def _load(self) -> Tensors:
         if self.is_ahead and self._ahead is not None:
@@ -303,6 +366,7 @@ class Work:
         elif found == TAKE:
             taken = await_assignment(self._job, self.part)
         if taken is not None:
+            self._before = self._taken
             self._begin(taken)
         return taken is not None
 
@@ -457,7 +521,7 @@ class Work:
     def _remember(self, tensors: Mapping[str, Any] | None) -> None:
         if self._steps_done < 1:
             return
-        chosen = choose(tensors or {}, self._shapes) if self._ranks.first else None
+        chosen = self._chosen(tensors or {}) if self._ranks.first else None
         assert self._ahead is not None
         self._ahead.went_on(chosen, self._steps_done, self._train_seconds, self._samples_in_all)
 
@@ -479,7 +543,8 @@ class Work:
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, (_, shape) in self._header.items()}
+        """Of what a script has to give."""
+        return {name: shape for name, (_, shape) in self._header.items() if not is_moment(name)}
 
     def _hand_in(self, tensors: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None) -> Ahead | None:
         """What it trains on from, if it does."""
@@ -495,7 +560,7 @@ class Work:
                 raise ParticipateError(f"submit: no step was done ({why}), so nothing is handed in")
             if tensors is None:
                 raise ParticipateError("submit: give the trained tensors, as in work.submit(model.state_dict())")
-            chosen = choose(tensors, self._shapes)
+            chosen = self._chosen(tensors)
             plain = numbers(metrics if self.privacy is None else None)  # they are of the data too
             size, digest = write_update(place / "update.safetensors", self._as_asked(chosen))
         else:
@@ -545,6 +610,22 @@ class Work:
         if not self._mechanisms:
             raise ParticipateError("submit: this site wants each record protected: say how by work.account()")
         return chosen
+
+
+class _OnDemand(Mapping[str, Any]):
+    """The tensors of an open file, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Any:
+        return in_the_scripts_library(self._file.get_tensor(name)).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
 
 
 def _accelerator() -> Any:

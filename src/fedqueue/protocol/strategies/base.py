@@ -105,6 +105,7 @@ class Strategy:
     name: ClassVar[str]
     Options: ClassVar[type]
     variation_of: ClassVar[str] = ""  # the strategy whose orders it gives; it differs in what is made of models alone
+    shares_moments: ClassVar[bool] = False  # of Adam, where its jobs stay and the config says nothing else
     keeps_variates: ClassVar[bool] = False  # its jobs have control variates (SCAFFOLD): in simulations alone
     observes_starts: ClassVar[bool] = False  # delays count when a job starts, not when its update arrives
     has_cutoffs: ClassVar[bool] = False  # what has arrived is used at a timer, even if nothing more arrives

@@ -69,6 +69,7 @@ class Jit(RoundStrategy):
     options: JitOptions
     observes_starts = True
     binds_late = True
+    shares_moments = True
 
     def __init__(self, plan: Plan, options: JitOptions) -> None:
         super().__init__(plan, options)
