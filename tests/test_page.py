@@ -466,6 +466,17 @@ def test_a_viewer_signs_in_and_sees_a_run_go_on(browser: Browser, federation: Fe
         seen.shows("#state", "over")
         said = [text for text in seen.complaints if "401" not in text]
         assert said == []
+    base, credential = (
+        f"http://127.0.0.1:{federation.port}/v1/page",
+        AccessFile.load(federation.base / "vic").credential,
+    )
+    for what in (
+        "",
+        *(f"/{federation.run_id('night')}/{one}" for one in ("state", "charts", "log", "models", "report")),
+    ):
+        status, _, told = asked(base + what, credential)
+        assert status == (404 if what.endswith("report") else 200)
+        assert str(federation.base).encode() not in told, "a folder of the server is nothing to who is elsewhere"
 
 
 def test_an_operator_steers_and_no_other_site_can(browser: Browser, federation: Federation, server: PageServer) -> None:
