@@ -22,9 +22,11 @@ from playwright.sync_api import Browser
 
 from fedqueue.agent.access_file import AccessFile
 from fedqueue.cli import main
+from fedqueue.coordinator.access import OPERATOR_FILE
+from fedqueue.coordinator.server import ADDRESS
 from fedqueue.ledger import FILE, Ledger, LedgerReader
 from fedqueue.page.pages import STATIC
-from fedqueue.protocol.messages import JobFailed, JobRequeued, UpdateRejected, parse
+from fedqueue.protocol.messages import JobFailed, JobRequeued, JobSubmitted, UpdateRejected, parse
 from fedqueue.sim.runner import simulate
 from tests.browser import PHONE, chromium, tab
 from tests.conftest import config_of, facility
@@ -32,6 +34,8 @@ from tests.coordinators import serving
 from tests.faults.federation import SERVER
 from tests.faults.federation import Served as Federation
 from tests.faults.harness import free_port
+from tests.slurm import clusters
+from tests.slurm_runs import SlurmRun
 from tests.waiting import LONGEST, wait_for
 
 pytestmark = pytest.mark.waits(25)
@@ -391,7 +395,7 @@ def test_the_page_of_this_machine_tells_nothing_without_its_key(server: PageServ
 def test_the_library_is_the_one_that_was_chosen_and_no_file_has_inline_code() -> None:
     static = Path(__file__).parents[1] / "src/fedqueue/page/static"
     assert {name: hashlib.sha256((static / name).read_bytes()).hexdigest() for name in UPLOT} == UPLOT
-    assert {path.name for path in static.iterdir()} == {*STATIC, "index.html"}
+    assert {path.name for path in static.iterdir()} == {*STATIC, "index.html", "uplot-licence.txt"}
     html = (static / "index.html").read_text()
     assert " style=" not in html
     assert " on" not in html.replace(" on the", "").replace(" once", "").replace(" or ", "")
@@ -444,7 +448,7 @@ def model(seen: Any) -> int:
 
 def test_a_viewer_signs_in_and_sees_a_run_go_on(browser: Browser, federation: Federation) -> None:
     with tab(browser, address(federation), complains=True) as seen:
-        seen.shows("#sign-in-why", "who asks?")
+        seen.shows("#sign-in-why", "shown to who may look")
         seen.keep("sign-in")
         assert seen.violations() == []
         seen.page.set_input_files("#access-file", federation.base / "vic")
@@ -462,6 +466,17 @@ def test_a_viewer_signs_in_and_sees_a_run_go_on(browser: Browser, federation: Fe
         seen.shows("#state", "over")
         said = [text for text in seen.complaints if "401" not in text]
         assert said == []
+    base, credential = (
+        f"http://127.0.0.1:{federation.port}/v1/page",
+        AccessFile.load(federation.base / "vic").credential,
+    )
+    for what in (
+        "",
+        *(f"/{federation.run_id('night')}/{one}" for one in ("state", "charts", "log", "models", "report")),
+    ):
+        status, _, told = asked(base + what, credential)
+        assert status == (404 if what.endswith("report") else 200)
+        assert str(federation.base).encode() not in told, "a folder of the server is nothing to who is elsewhere"
 
 
 def test_an_operator_steers_and_no_other_site_can(browser: Browser, federation: Federation, server: PageServer) -> None:
@@ -518,3 +533,46 @@ def test_a_page_goes_on_when_its_server_comes_back(browser: Browser, federation:
                 wait_for(lambda page=page, first=first: model(page) > first, "later models", every=0.2)  # type: ignore[misc]
     finally:
         own.stop()
+
+
+def test_a_run_over_slurm_is_seen_as_it_goes(browser: Browser, tmp_path: Path) -> None:
+    """Over TLS: its jobs wait behind others' jobs, then they start, then there is a model."""
+    with clusters(1) as (cluster,), SlurmRun(tmp_path, dict.fromkeys(("north", "south"), cluster)) as run:
+        others = cluster.load(jobs=len(cluster.nodes), seconds=1800.0)
+        wait_for(lambda: set(cluster.node_states()) == {"allocated"}, "others' jobs hold the nodes", cluster.log)
+        for name in run.sites:
+            run.shut(name)
+        run.start()
+        run.wait(JobSubmitted, "north/0", "south/0")
+        at = json.loads((run.folder / ADDRESS).read_text())
+        address = f"{at['local']}/#key={(run.folder / OPERATOR_FILE).read_text()}"
+        with tab(browser, address, ignore_https_errors=True) as seen:
+
+            def doing() -> list[str]:
+                return [row[2] for row in seen.rows("#facilities")]
+
+            run.run_until(lambda: all(now.startswith("in the queue for") for now in doing()), "jobs that wait")
+            cluster.call("scancel", *others)
+            run.run_until(lambda: all(now.startswith("training for") for now in doing()), "jobs that run")
+            for name in run.sites:
+                run.open(name)
+            run.run_until(lambda: model(seen) >= 1, "a model")
+            seen.page.click("#whole")
+            run.run_until(lambda: waited(seen).keys() >= {"north/0", "south/0"}, "the timeline")
+            with LedgerReader(run.folder / FILE) as ledger:
+                spans = spans_of(ledger)
+            for job, seconds in waited(seen).items():
+                assert seconds == pytest.approx(spans[job, "waited"], abs=0.05), job
+            seen.keep("slurm")
+        run.run_to_end()
+
+
+def waited(seen: Any) -> dict[str, float]:
+    """For how long the first jobs waited, by the timeline."""
+    data = seen.page.evaluate("fedqueue.timeline.data")
+    return {
+        found["jobs"][job]: until - since
+        for found in data["facilities"].values()
+        for job, kind, since, until in found.get("bars", [])
+        if data["kinds"][kind] == "waiting" and found["jobs"][job].endswith("/0")
+    }

@@ -7,8 +7,10 @@ A served run or federation has such a page of its own, at its own address, for e
 from __future__ import annotations
 
 import argparse
-import asyncio
+import hmac
+import os
 import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,19 +45,18 @@ def run(args: argparse.Namespace) -> int:
 
     sources = _sources(folders, Source)
     key, limits = _key(), ServerSettings(host="127.0.0.1", port=args.port)
-    listener = listen(limits)
+    try:
+        listener = listen(limits)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("server.port", "--port")) from None
     pages = Pages(lambda: sources, title=", ".join(source.name for source in sources[:4]))
     with common.until_interrupted() as interrupted, answering(limits, application(pages, key), listener, None):
         print(f"open http://127.0.0.1:{listener.getsockname()[1]}/#key={key}", flush=True)
-        asyncio.run(_until(interrupted))
+        while not interrupted():
+            time.sleep(0.2)
     listener.close()
     pages.close()
     return 0
-
-
-async def _until(interrupted: Any) -> None:
-    while not interrupted():
-        await asyncio.sleep(0.2)
 
 
 def _runs_in(folders: list[Path]) -> list[Path]:
@@ -78,8 +79,6 @@ def _sources(folders: list[Path], make: Any) -> list[Any]:
 
 def _key() -> str:
     """The same each time, so that a page that is open goes on when we are started again."""
-    import os
-
     from fedqueue.files import only_mine, write_secret
 
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedqueue"
@@ -99,8 +98,6 @@ def _key() -> str:
 
 def application(pages: Pages, key: str) -> Any:
     """What is served: the page's files to everybody, what it tells to who has the key."""
-    import hmac
-
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response

@@ -20,6 +20,15 @@ HELP = "a bill of materials of this installation (CycloneDX)"
 
 FORMAT: Final = "1.6"
 ROOT: Final = "fedqueue"
+BUNDLED: Final = {
+    "type": "library",
+    "bom-ref": "pkg:npm/uplot@1.6.32",
+    "name": "uplot",
+    "version": "1.6.32",
+    "purl": "pkg:npm/uplot@1.6.32",
+    "licenses": [{"expression": "MIT"}],
+}
+"""What lies in the package itself and is of others: docs/decisions/0021-a-live-page.md."""
 LICENCE_LENGTH: Final = 200
 """Longer ones are the text itself, not a name."""
 
@@ -57,11 +66,18 @@ def bill_of_materials() -> dict[str, Any]:
             "tools": {"components": [{"type": "application", "name": "fedqueue sbom", "version": __version__}]},
             "component": _component(there[ROOT]),
         },
-        "components": [_component(there[name]) for name in sorted(needs) if name != ROOT],
+        "components": [*(_component(there[name]) for name in sorted(needs) if name != ROOT), BUNDLED],
         "dependencies": [
-            {"ref": _reference(there[name]), "dependsOn": [_reference(there[one]) for one in needs[name]]}
+            {
+                "ref": _reference(there[name]),
+                "dependsOn": [
+                    *(_reference(there[one]) for one in needs[name]),
+                    *([BUNDLED["bom-ref"]] if name == ROOT else []),
+                ],
+            }
             for name in sorted(needs)
-        ],
+        ]
+        + [{"ref": BUNDLED["bom-ref"], "dependsOn": []}],
     }
 
 

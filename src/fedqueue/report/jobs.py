@@ -160,7 +160,6 @@ class Jobs:
         self.over: list[ReportedJob] = []
         """In the order in which they ended."""
         self._open: dict[JobId, _Known] = {}
-        self._lately: dict[JobId, _Known] = {}  # over, and the end of their nodes has not been heard of
         state.views.append(self)
 
     def open(self, now: float) -> list[ReportedJob]:

@@ -50,7 +50,7 @@ async function begin() {
   try {
     found = await get("v1/page");
   } catch (error) {
-    if (error instanceof NotAllowed) return signIn(error.message);
+    if (error instanceof NotAllowed) return signIn(hasKey() ? error.message : "The runs of this server are shown to who may look.");
     show("link", `the server does not answer: ${error.message}`, "lost");
     again = setTimeout(begin, 2000);
     return;
@@ -155,13 +155,13 @@ function showWrong() {
 function showTiles() {
   const limits = [state.rounds === null ? null : `of ${state.rounds}`, state.seconds === null ? null : `until ${at(state.seconds)}`].filter((text) => text !== null);
   const left = state.cutoff === null ? null : state.cutoff - now();
-  const cutoff = left === null ? "-" : left < 0 ? "due" : span(left);
+  const cutoff = left < 0 ? "due" : span(left);
   const targets = state.targets.map(([target, reached]) => `${percent(target)}: ${reached === null ? "not yet" : at(reached, now())}`);
   const held = state.node_seconds;
   byId("glance").replaceChildren(
     tile("run clock", at(now()), state.ticking ? "it runs" : state.over ? "the run is over" : "it stands"),
     tile("model", String(state.model), limits.join(", ")),
-    ...(state.over ? [] : [tile("next cutoff in", cutoff, state.cutoff === null ? null : `rounds of ${span(state.round_length)}`)]),
+    ...(state.cutoff === null ? [] : [tile("next cutoff in", cutoff, `rounds of ${span(state.round_length)}`)]),
     tile("score", percent(state.score), state.best === null ? "no model has a score" : `best ${percent(state.best[1])}, model ${state.best[0]}`),
     ...(targets.length && state.score !== null ? [tile("targets", targets.filter((text) => !text.endsWith("not yet")).length + ` of ${targets.length}`, targets.join("; "))] : []),
     tile("updates", count(state.updates.admitted + state.updates.deferred), [["deferred", state.updates.deferred], ["rejected", state.updates.rejected]].filter(([, n]) => n).map(([what, n]) => `${n} ${what}`).join(", ") || "all on time"),
