@@ -145,9 +145,10 @@ def _noted(notes: Path) -> dict[str, set[str]]:
     return {who: seen for who, seen in sorted(found.items()) if seen}
 
 
-# The walk begins after the warm-up, with a job that has a model which is made of updates.
+# The walk begins after the warm-up, with a job that has a model which is made of updates, once the scorer is at work.
 SECOND_JOB = """SELECT min(seq) FROM events WHERE kind = 'JobStarted' AND seq > (SELECT min(seq) FROM events
-                WHERE kind = 'ModelReady' AND json_extract(body, '$.version') = 2)"""
+                WHERE kind = 'ModelReady' AND json_extract(body, '$.version') = 2)
+                AND seq > (SELECT min(seq) FROM events WHERE kind = 'ModelScored')"""
 
 # From the first start after this one, by its update and by the next model, to the next start.
 ROUND_OF = """SELECT min(started.seq) FROM events AS started WHERE kind = 'JobStarted' AND seq > (

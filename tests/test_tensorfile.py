@@ -20,7 +20,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 from fedqueue import aggregate as in_memory
-from fedqueue import tensorfile, tensorsum
+from fedqueue import tensorbytes, tensorfile, tensorsum
 from fedqueue.aggregate import Contribution, StateDict
 from fedqueue.errors import StorageError
 from fedqueue.protocol.messages import ServerStep
@@ -360,7 +360,7 @@ def test_the_streamed_sum_is_that_in_memory(
         states.append(Contribution(weight=weight, trained=trained, base=bases[base_number]))
         files.append(contribution(path, tmp_path / f"base{base_number}", weight))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
+        patch.setattr(tensorbytes, "CHUNK_VALUES", chunk)
         content = tensorsum.aggregate(tmp_path / "base0", files, rule, out := tmp_path / "out")
     assert content.sha256 == sha256(out)
     result, wanted = load_file(out), in_memory.aggregate(bases[0], states, rule)
@@ -408,7 +408,7 @@ def test_streamed_steps_of_a_servers_optimizer_are_those_in_memory(
         state, moments = in_memory.take_step(state, states, "add_deltas", step, moments)
         out = [tmp_path / f"v{version}-{n}" for n in range(step.moments)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tensorfile, "CHUNK_VALUES", chunk)
+            patch.setattr(tensorbytes, "CHUNK_VALUES", chunk)
             contents = tensorsum.take_step(
                 path,
                 contributions,

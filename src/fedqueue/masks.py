@@ -21,8 +21,20 @@ from fedqueue.errors import FedQueueError
 from fedqueue.protocol.aggregation import COUNTER, MOVING
 from fedqueue.protocol.codec import encode
 from fedqueue.protocol.contract import MaskGroup, MaskShare
-from fedqueue.tensorbytes import Buffer, Content, Entry, Header, encode_header, fill, opened
-from fedqueue.tensorfile import Source, Target, parts, pieces, roles
+from fedqueue.tensorbytes import (
+    Buffer,
+    Content,
+    Entry,
+    Header,
+    Source,
+    Target,
+    encode_header,
+    fill,
+    opened,
+    parts,
+    pieces,
+    roles,
+)
 
 SCALE: Final = 2.0**32
 """Of the fixed-point numbers: steps of 2.3e-10."""

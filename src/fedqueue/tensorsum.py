@@ -28,15 +28,20 @@ from fedqueue.protocol.aggregation import (
     statistic_factors,
 )
 from fedqueue.protocol.messages import Guard, ServerStep
-from fedqueue.tensorbytes import NUMBERS, Buffer, Content, Entry, Number, TensorFileError, encode_header
-from fedqueue.tensorfile import (
+from fedqueue.tensorbytes import (
     CHUNK_VALUES,
+    NUMBERS,
     PIECE_BYTES,
+    Buffer,
+    Content,
+    Entry,
     Expected,
+    Number,
     Source,
     Target,
-    copy_tensor,
+    TensorFileError,
     count_not_finite,
+    encode_header,
     misfit_of_kinds,
     parts,
     pieces,
@@ -44,6 +49,7 @@ from fedqueue.tensorfile import (
     roles,
     widened,
 )
+from fedqueue.tensorfile import copy_tensor
 
 LOOK_EVERY: Final = 8
 """Of so many pieces of a tensor, one tells how far updates agree."""

@@ -49,7 +49,7 @@ from fedqueue.protocol.reports import (
     plausible_forecast,
 )
 from fedqueue.protocol.state import JobState
-from fedqueue.tensorbytes import Content
+from fedqueue.tensorbytes import OTHER_BYTES, Content
 
 CHECK_SECONDS: Final = 5.0
 """How long a facility is kept waiting for the check of its update; after that it asks again."""
@@ -234,7 +234,7 @@ class FacilityApi:
             raise Refused(503, f"what was given cannot be read now: {error.strerror}") from None
         if found != sha256:
             upload.unlink(missing_ok=True)
-            raise Refused(409, f"{tensorfile.OTHER_BYTES} {found}, expected {sha256}", offset=0)
+            raise Refused(409, f"{OTHER_BYTES} {found}, expected {sha256}", offset=0)
 
         def keep() -> Verdict:
             if upload.exists() and begin() is not None:
@@ -452,7 +452,7 @@ class FacilityApi:
             raise Refused(422, f"this run takes {takes}")
         if handin.trained.base_version not in coordinator.outcomes.models:
             reason = "the model it was trained from is no longer here"
-        if reason is not None and reason.startswith(tensorfile.OTHER_BYTES):
+        if reason is not None and reason.startswith(OTHER_BYTES):
             # Not what was sent, or not what was meant: it may come again.
             coordinator.store.drop_uploads(update.facility, update.sequence)
             raise Refused(409, reason, offset=0)
