@@ -192,11 +192,13 @@ def test_a_run_in_a_fleet_scores_as_it_does_alone(strategy: str) -> None:
         assert [score for _, score in curve] == pytest.approx([score for _, score in alone], abs=2.5 / 359)
 
 
-def test_jobs_that_stay_and_train_ahead_of_their_models_score_in_a_fleet_as_alone() -> None:
+@pytest.mark.parametrize("moments", ["own", "shared"])
+def test_jobs_that_stay_and_train_ahead_of_their_models_score_in_a_fleet_as_alone(moments: str) -> None:
     stays = {"stay": 30.0, "between": "train", "absent": 0.7, "rounds": "auto"}
     faults = [{"kind": kind, "probability": 0.2} for kind in ("fail", "preempt")]
     sites = [facility(name, latency_seconds=0.4) for name in ("east", "west", "north")]
-    configs = [config_of("jit", seed, options=stays, facility=sites, fault=faults) for seed in (1, 2)]
+    chosen = {"facility": sites, "fault": faults, "model": {"moments": moments}}
+    configs = [config_of("jit", seed, options=stays, **chosen) for seed in (1, 2)]
     together = fleet_scores(configs, slots=3)
     assert [fleet_scores([config], slots=3)[0] for config in configs] == together
     for config, curve in zip(configs, together, strict=True):

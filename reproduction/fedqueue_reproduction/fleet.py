@@ -275,8 +275,9 @@ class FleetLearning(Learning):
         if training.ahead:  # first from the own weights; what comes of it is added to the model when that is needed
             job, attempt, _ = training.key
             own = self._row_of(self._handed_in[job, attempt])
-            second = self._handed_in[job, attempt].second
-            second = None if second is None else self._bench.rows.factored(second)
+            second = None
+            if self._shares_moments and (known := self._handed_in[job, attempt].second) is not None:
+                second = self._bench.rows.factored(known)
             ticket = self._steps(training, own, training.ahead, -training.luck, second)
             self._went_on[training.key] = (ticket, own)
         else:
