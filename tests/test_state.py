@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fedqueue.cli.live import Screen
 from fedqueue.config import Config
 from fedqueue.metrics import Tally
+from fedqueue.page.history import History
 from fedqueue.planning.measure import Meter, Worth
 from fedqueue.protocol.contract import Order, Receipt
 from fedqueue.protocol.messages import (
@@ -34,6 +35,7 @@ from fedqueue.protocol.messages import (
     WorkTaken,
 )
 from fedqueue.protocol.state import JOB, PHASES, STAYING, JobState, Outcomes, RunState
+from fedqueue.report.jobs import Jobs
 from fedqueue.sim.simulation import make_plan, make_strategy
 from fedqueue.sim.site import Site
 from tests.conftest import STRATEGY_NAMES
@@ -159,6 +161,8 @@ class Views:
         self._tally = Tally(state, round_length=10.0, nodes={f.name: 2 for f in config.facility}, targets=[0.3, 0.9])
         self._outcomes = Outcomes(state, "first")
         self._meter = Meter(config, Worth(), state)
+        self._jobs = Jobs(state)
+        self._history = History(state, self._jobs, {f.name: 2 for f in config.facility})
         self._screen = Screen(config, quiet=True)
         state.views.append(self._screen)
 
@@ -169,9 +173,18 @@ class Views:
             "open": open_in(self._state),
             "tally": self._tally.summary(strategy="", seed=1, wall_seconds=0.0),
             "outcomes": vars(self._outcomes),
+            "jobs": self._jobs.all(self._state.at),
+            "history": self._shown(),
             "screen": (lines, self._screen._model, self._screen._score, self._screen._aggregated),
             "meter": self._meter.outcome(),  # it is asked once
         }
+
+    def _shown(self) -> dict[str, Any]:
+        """Of the live page's own view."""
+        history = self._history
+        history.take_in()
+        names = ("scores", "rounds", "has_cutoffs", "waits", "absences", "present_absences", "troubles", "failures")
+        return {name: getattr(history, name) for name in (*names, "marks", "names", "seconds", "ended")}
 
 
 def seen_after(config: Config, events: Sequence[Event]) -> tuple[dict[str, Any], dict[str, Any]]:

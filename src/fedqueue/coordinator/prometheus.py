@@ -4,14 +4,14 @@ of fixed lists: nothing that somebody sends becomes one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from fedqueue.coordinator.access import Access
 from fedqueue.coordinator.coordinator import Coordinator
 from fedqueue.coordinator.status import status
-from fedqueue.protocol.service import RunStatus
+from fedqueue.protocol.service import FacilityStatus, RunStatus
 from fedqueue.protocol.state import PHASES
 
 if TYPE_CHECKING:
@@ -23,6 +23,19 @@ Rows = Iterable[tuple[Sequence[str], float | None]]
 """Values by their labels; None: nobody knows it now."""
 
 STATES: Final = ("waiting", "running", "paused", "hindered", "over")
+
+OfFacility = Mapping[str, tuple[str, Callable[[FacilityStatus], float | None]]]
+"""By name: what it is, and how it is read."""
+
+OF_FACILITIES: Final[OfFacility] = {
+    "facility_heard_seconds_ago": ("Since its agent was heard of", lambda facility: facility.heard_seconds_ago),
+    "expected_delay_seconds": ("The forecast of its next wait", lambda facility: facility.expected_delay),
+    "steps_per_second": ("As fast as it trains", lambda facility: facility.steps_per_second),
+}
+COUNTED_OF_FACILITIES: Final[OfFacility] = {
+    "node_seconds": ("That its nodes were held", lambda facility: facility.node_seconds),
+    "idle_node_seconds": ("Of those, without work", lambda facility: facility.idle_node_seconds),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,36 +134,10 @@ class _Collector:
             (((run.name, f.name), float(f.name in run.away)) for run, f in sites),
             "facility",
         )
-        yield gauge(
-            "facility_heard_seconds_ago",
-            "Since its agent was heard of",
-            (((run.name, f.name), f.heard_seconds_ago) for run, f in sites),
-            "facility",
-        )
-        yield gauge(
-            "expected_delay_seconds",
-            "The forecast of its next wait",
-            (((run.name, f.name), f.expected_delay) for run, f in sites),
-            "facility",
-        )
-        yield gauge(
-            "steps_per_second",
-            "As fast as it trains",
-            (((run.name, f.name), f.steps_per_second) for run, f in sites),
-            "facility",
-        )
-        yield counter(
-            "node_seconds",
-            "That its nodes were held",
-            (((run.name, f.name), f.node_seconds) for run, f in sites),
-            "facility",
-        )
-        yield counter(
-            "idle_node_seconds",
-            "Of those, without work",
-            (((run.name, f.name), f.idle_node_seconds) for run, f in sites),
-            "facility",
-        )
+        for name, (about, value) in OF_FACILITIES.items():
+            yield gauge(name, about, (((run.name, f.name), value(f)) for run, f in sites), "facility")
+        for name, (about, value) in COUNTED_OF_FACILITIES.items():
+            yield counter(name, about, (((run.name, f.name), value(f)) for run, f in sites), "facility")
 
 
 def _filled(family: Family, rows: Rows) -> Family:

@@ -108,6 +108,8 @@ def _wrong(follower: Follower, found: RunStatus, *, cut_off: bool) -> list[Answe
         seconds, at = (None, absence.since) if standing else (now - absence.since, None)
         wrong.append(_fault(absence.facility, what, absence.reason, seconds, at))
     for facility in found.facilities:
+        if facility.state in ("not enrolled", "not seen yet"):
+            wrong.append(_fault(facility.name, facility.state, facility.idle_because or "", None))
         for trouble in facility.troubles[:3]:
             wrong.append(_fault(facility.name, "its agent says", trouble.reason, trouble.seconds))
         if (refusal := follower.state.facilities[facility.name].refusal) is not None:

@@ -109,6 +109,7 @@ class History:
         # Of jobs that are over, by kind.
         self.seconds: dict[str, defaultdict[str, float]] = {name: defaultdict(float) for name in nodes}
         self.ended: Counter[str] = Counter()  # jobs
+        self._scored: set[int] = set()  # versions
         self._made: dict[int, Round] = {}
         self._gone: dict[tuple[str, str], tuple[float, str]] = {}  # absences that go on
         self._taken = 0  # jobs that are over and in the bars
@@ -136,7 +137,8 @@ class History:
         match told:
             case ModelScored(version=version, metrics=metrics):
                 score = metrics.get("score")
-                if score is not None:
+                if score is not None and version not in self._scored:
+                    self._scored.add(version)
                     self.scores.append((told.at, version, score))
             case Aggregate(to_version=version, weights=shares):
                 made = self._made[version] = Round(version, self._state.at, updates=len(shares))

@@ -71,7 +71,8 @@ SELECT * FROM (
 def rows(
     ledger: LedgerReader, *, before: int | None = None, group: str = "", facility: str = "", text: str = ""
 ) -> list[dict[str, Any]]:
-    """`before`: the number of an event. `text`: is looked for in all that the ledger has of an event."""
+    """About `ROWS` of them. `before`: the number of an event. `text`: is looked for in all that the ledger has of an
+    event."""
     where = ""
     values: list[str] = []
     if group:
@@ -87,7 +88,9 @@ def rows(
         values += [f"%{_plain(text)}%"] * 2
     order, first = " ORDER BY seq DESC, place DESC LIMIT ?", 2**62 if before is None else before
     found = [row for query in (_EVENTS, _COMMANDS) for row in ledger.rows(query + where + order, first, *values, ROWS)]
-    found = sorted(found, key=lambda row: (row["seq"], row["place"]), reverse=True)[:ROWS]
+    found.sort(key=lambda row: (row["seq"], row["place"]), reverse=True)
+    if len(found) > ROWS:  # an event and what came of it stay together: who reads on asks by its number
+        found = [row for row in found if row["seq"] >= found[ROWS - 1]["seq"]]
     return [_row(row["seq"], row["at"], row["kind"], row["job"], json.loads(row["body"])) for row in found]
 
 

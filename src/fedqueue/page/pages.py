@@ -165,7 +165,7 @@ class Pages:
             with LedgerReader(path) as ledger:
                 first = None if before is None else int(before)
                 found = log.rows(ledger, before=first, group=group, facility=facility[:200], text=text[:200])
-            return {"rows": found, "more": len(found) == log.ROWS}
+            return {"rows": found, "more": len(found) >= log.ROWS}
 
         return _answer(await self._read(look))
 
