@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -86,7 +87,7 @@ class FederationApi(Service):
             for run in runs
         ]
 
-    async def overview(self, who: str) -> dict[str, Any]:
+    async def overview(self, who: str) -> Mapping[str, Any]:
         found = await asyncio.get_running_loop().run_in_executor(None, self.federation.status, who, _how_it_gets_on)
         runs = [{**body(run), "id": run.run, "folder": ""} for run in found.runs]
         return {"sites": [body(site) for site in found.sites], "runs": runs}

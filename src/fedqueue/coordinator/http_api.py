@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
@@ -188,7 +188,7 @@ class Api(Service):
             )
             self.pages = Pages(lambda: [shown], title=name)
 
-    async def overview(self, who: str) -> dict[str, Any]:
+    async def overview(self, who: str) -> Mapping[str, Any]:
         return {}
 
     def at_work(self) -> list[Coordinator]:
