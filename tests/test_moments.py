@@ -143,6 +143,9 @@ def test_moments_are_averaged_as_statistics_and_the_first_models_zeros_do_not_co
     assert sorted(load_file(tmp_path / "plain")) == ["n", "w"]
     with pytest.raises(tensorfile.TensorFileError):
         tensorfile.export(tmp_path / "made", tmp_path / "other", "0" * 64)
+    for _ in range(2):  # as what was fetched from a server, with moments and without
+        tensorfile.export(tmp_path / "made", tmp_path / "made", content.sha256)
+        assert (tmp_path / "made").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
 @pytest.mark.parametrize(

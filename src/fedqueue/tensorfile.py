@@ -124,14 +124,15 @@ def select(
 
 
 def export(path: Path, out: Path, sha256: str) -> None:
-    """Copies a model for those who use it: as `copy`, but without the moments of Adam, if there are any beside it."""
+    """Copies a model for those who use it: as `copy`, but without the moments of Adam, if there are any beside it. Also
+    onto itself."""
     header = read_header(path)
     names = [name for name in header.entries if not is_moment(name)]
-    if len(names) == len(header.entries):
-        copy(path, out, sha256)
-    else:
+    if len(names) < len(header.entries):
         verify(path, Content(sha256))
         select(path, out, [glob_escape(name) for name in names], roles(header, path))
+    elif out != path:
+        copy(path, out, sha256)
 
 
 def copy_tensor(source: Source, entry: Entry, target: Target) -> None:

@@ -64,6 +64,8 @@ def _wrote(out: Path, version: int, score: float | None) -> int:
 
 
 def _fetch(there: Elsewhere, args: argparse.Namespace) -> int:
+    from fedqueue import tensorfile
+
     if args.out is None:
         raise ConfigError("--out: say where the model is to be written")
     found = operate.ask_elsewhere(there, lambda client: client.kept_models(there.run)).models
@@ -74,6 +76,7 @@ def _fetch(there: Elsewhere, args: argparse.Namespace) -> int:
         kept = ", ".join(str(one.version) for one in found) or "none"
         raise RunFolderError(f"{args.folder}: has no model {args.which}; kept are {kept}")
     operate.ask_elsewhere(there, lambda client: client.kept_model(there.run, model, args.out))
+    tensorfile.export(args.out, args.out, model.sha256)
     return _wrote(args.out, model.version, model.score)
 
 

@@ -28,7 +28,7 @@ BUNDLED: Final = {
     "purl": "pkg:npm/uplot@1.6.32",
     "licenses": [{"expression": "MIT"}],
 }
-"""What lies in the package itself and is of others: docs/decisions/0021-a-live-page.md."""
+"""What lies in the package itself and is of others: docs/decisions/0020-a-live-page.md."""
 LICENCE_LENGTH: Final = 200
 """Longer ones are the text itself, not a name."""
 
