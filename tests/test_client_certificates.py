@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,9 +147,14 @@ def test_an_authority_that_is_none_is_said_in_one_line(tmp_path: Path, capsys: p
     folder = tmp_path / "federation"
     folder.mkdir(mode=0o700)
     (folder / "ca.pem").write_text("nothing")
+    others = logging.FileHandler(tmp_path / "others")
+    others.emit(logging.makeLogRecord({"msg": "it is open"}))
+    stream = others.stream
     for named, expected in (("missing.pem", "is not a file"), ("ca.pem", "cannot be used")):
         (folder / "federation.toml").write_text(f'[server]\nport = 0\nclient_authority = "{named}"\n')
         assert main(["serve", str(folder)]) == 2
         said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
         assert len(said) == 1
         assert f"server.client_authority: {folder / named} {expected}" in said[0]
+    assert not stream.closed, "a server leaves alone what others in its process log with"
+    others.close()

@@ -120,7 +120,7 @@ def test_a_run_with_three_times_the_weight_gets_three_of_four_places(tmp_path: P
         heavy, light = starts("heavy"), starts("light")
     begin, end = max(heavy[0], light[0]), heavy[12]
     counts = [sum(begin <= at <= end for at in found) for found in (heavy, light)]
-    assert 2 <= counts[0] / counts[1] <= 4, counts
+    assert 2 <= counts[0] / counts[1] <= 4.5, counts  # of 13 starts that are one run's, 4 of the other, or 1 less
 
 
 def read_state(path: Path) -> dict[str, float]:

@@ -48,7 +48,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bill_of_materials() -> dict[str, Any]:
-    there = {_plain(found.name): found for found in distributions()}
+    # Setuptools brings copies of others, and shows them to whoever has imported it.
+    there = {
+        _plain(found.name): found
+        for found in distributions()
+        if "_vendor" not in Path(str(found.locate_file(""))).parts
+    }
     needs: dict[str, list[str]] = {}
     open_ = [ROOT]
     while open_:

@@ -101,6 +101,7 @@ def answering(limits: ServerSettings, app: ASGIApp, listener: socket.socket, fil
     """In a thread of its own; without `files` there is no TLS."""
     settings = uvicorn.Config(
         app,
+        log_config=None,  # its own would close the handlers of everybody else in this process
         log_level="critical",
         access_log=False,
         lifespan="off",
