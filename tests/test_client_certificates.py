@@ -150,6 +150,7 @@ def test_an_authority_that_is_none_is_said_in_one_line(tmp_path: Path, capsys: p
     others = logging.FileHandler(tmp_path / "others")
     others.emit(logging.makeLogRecord({"msg": "it is open"}))
     stream = others.stream
+    assert stream is not None
     for named, expected in (("missing.pem", "is not a file"), ("ca.pem", "cannot be used")):
         (folder / "federation.toml").write_text(f'[server]\nport = 0\nclient_authority = "{named}"\n')
         assert main(["serve", str(folder)]) == 2
