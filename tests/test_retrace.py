@@ -258,7 +258,7 @@ def test_rounds_that_grow_late_in_training_grow_in_virtual_time_too(tmp_path: Pa
     assert played.cutoffs.keys() == recording.cutoffs.keys()
     assert played.cutoffs == pytest.approx(recording.cutoffs, abs=0.01)
     unknown = simulate_recording(dataclasses.replace(recording, agreements={}), stored_config(run.folder))
-    last = list(recording.cutoffs)[-1]
+    last = [key for key in recording.cutoffs if key in unknown.cutoffs][-1]  # the other run may end a round earlier
     assert recording.cutoffs[last] > unknown.cutoffs[last] + 1.0, "that the updates disagree made rounds longer"
     capsys.readouterr()
     assert main(["retrace", str(run.folder)]) == 0, capsys.readouterr().out
